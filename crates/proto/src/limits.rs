@@ -1,0 +1,31 @@
+//! Every bound of the protocol, with their relations asserted at compile time.
+
+/// Most ranks in one job.
+pub const WORLD_SIZE_MAX: u32 = 1024;
+/// Longest tensor name, in bytes of UTF-8.
+pub const TENSOR_NAME_BYTES_MAX: usize = 512;
+/// Most dimensions of a tensor.
+pub const TENSOR_DIMENSIONS_MAX: usize = 16;
+/// Most tensors that one job may declare.
+pub const TENSORS_MAX: u32 = 1 << 20;
+/// Most elements in one tensor: offsets stay far from overflow at any element size.
+pub const TENSOR_ELEMENTS_MAX: u64 = 1 << 48;
+/// Shards begin at multiples of this many elements.
+pub const SHARD_ELEMENTS_MULTIPLE: u64 = 4096;
+/// Most elements in one shard. A shard is also one chunk: one frame, one checksum, one unit of resending.
+pub const SHARD_ELEMENTS_MAX: u64 = 65_536;
+/// Largest payload of one frame: a full shard of 8-byte elements.
+pub const PAYLOAD_BYTES_MAX: u32 = (SHARD_ELEMENTS_MAX * 8) as u32;
+/// Size of the fixed frame header.
+pub const FRAME_HEADER_BYTES: usize = 64;
+/// Largest message (header and body) that travels outside a region.
+pub const MESSAGE_BYTES_MAX: usize = 4096;
+/// Largest body of a message.
+pub const MESSAGE_BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX - FRAME_HEADER_BYTES;
+/// Longest detail text in a fault that is passed on to peers.
+pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
+
+const _: () = assert!(SHARD_ELEMENTS_MAX % SHARD_ELEMENTS_MULTIPLE == 0);
+const _: () = assert!(SHARD_ELEMENTS_MAX * 8 <= u32::MAX as u64);
+const _: () = assert!(FAULT_DETAIL_BYTES_MAX + TENSOR_NAME_BYTES_MAX + 64 <= MESSAGE_BODY_BYTES_MAX);
+const _: () = assert!(TENSOR_NAME_BYTES_MAX + TENSOR_DIMENSIONS_MAX * 8 + 64 <= MESSAGE_BODY_BYTES_MAX);
