@@ -1,5 +1,7 @@
 //! What went wrong: one typed error that can be passed on to every rank.
 
+mod wire;
+
 use alloc::string::String;
 use core::fmt;
 
@@ -201,5 +203,51 @@ impl fmt::Display for Fault {
             (None, Some(reporter)) => write!(f, " [{:?}, reported by {reporter}]", self.kind),
             (None, None) => write!(f, " [{:?}]", self.kind),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::collections::BTreeSet;
+    use alloc::string::ToString;
+
+    use super::*;
+
+    #[test]
+    fn every_kind_has_its_own_code_and_is_found_by_it() {
+        let codes: BTreeSet<u16> = FaultKind::ALL.iter().map(|kind| *kind as u16).collect();
+        assert_eq!(codes.len(), FaultKind::ALL.len());
+        for kind in FaultKind::ALL {
+            assert_eq!(FaultKind::from_code(kind as u16), Some(kind));
+        }
+        assert_eq!(FaultKind::from_code(0), None);
+        assert_eq!(FaultKind::from_code(FaultKind::ALL.len() as u16 + 1), None);
+    }
+
+    #[test]
+    fn it_reads_as_one_sentence_with_all_that_is_known() {
+        let bare = Fault::new(FaultKind::Closed, "the group was closed");
+        assert_eq!(bare.to_string(), "the group was closed [Closed]");
+        assert_eq!(bare.clone().at(Rank(3)).to_string(), "the group was closed [Closed, rank 3]");
+        assert_eq!(bare.reported_by(Rank(1)).to_string(), "the group was closed [Closed, reported by rank 1]");
+        let full = Fault::new(FaultKind::NotOffered, "rank 2 did not offer its part within 30 s")
+            .at(Rank(2))
+            .tensor("fc1.weight")
+            .step(Step(7))
+            .reported_by(Rank(0));
+        assert_eq!(
+            full.to_string(),
+            "tensor 'fc1.weight' (step 7): rank 2 did not offer its part within 30 s [NotOffered, rank 2, reported by \
+             rank 0]"
+        );
+    }
+
+    #[test]
+    fn a_fault_of_the_callers_own_making_reaches_only_the_call() {
+        assert_eq!(Fault::new(FaultKind::TensorBusy, "").scope(), Scope::Operation);
+        assert_eq!(Fault::new(FaultKind::ProtocolViolation, "").scope(), Scope::Link);
+        assert_eq!(Fault::new(FaultKind::RankDied, "").scope(), Scope::Peer);
+        assert_eq!(Fault::new(FaultKind::NotOffered, "").scope(), Scope::Step);
+        assert_eq!(Fault::new(FaultKind::ShapeMismatch, "").scope(), Scope::Job);
     }
 }

@@ -3,6 +3,9 @@
 //! The header's CRC-32 covers the payload's CRC-32 and is seeded with the job's tag, so that a frame of another job
 //! never verifies.
 
+#[cfg(test)]
+mod tests;
+
 use crate::dtype::DType;
 use crate::ids::{Attempt, BucketId, Epoch, RegionKey, Step, UnitIndex};
 use crate::limits::{FRAME_HEADER_BYTES, PAYLOAD_BYTES_MAX};
@@ -33,12 +36,17 @@ pub enum FrameKind {
     /// The sender needs nothing more from the rank that said goodbye.
     GoodbyeAck = 7,
     /// A piece of the sender's declarations. `unit_first` is its offset, `unit_count` the length of the whole,
-    /// `step` the declaration round. Body: the piece.
+    /// `bucket` the declaration round. Body: the piece.
     Manifest = 8,
+    /// The sender is prepared for the tensors of declaration round `bucket`. `location.region` is where the receiver's
+    /// contributions are to be written; `step` is the first step of every tensor.
+    Ready = 9,
+    /// Answers a NACK for results that cannot be had yet. Body: a bitmap of the ranks whose contributions are missing.
+    Waiting = 10,
 }
 
 impl FrameKind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 10] = [
         Self::Contribution,
         Self::Result,
         Self::Ack,
@@ -47,6 +55,8 @@ impl FrameKind {
         Self::Goodbye,
         Self::GoodbyeAck,
         Self::Manifest,
+        Self::Ready,
+        Self::Waiting,
     ];
 }
 
@@ -56,7 +66,10 @@ pub const FLAG_NONFINITE: u8 = 1;
 pub const FLAG_OFFER: u8 = 2;
 /// Set in [`FrameHeader::flags`] of a NACK that asks for results; without it contributions are asked for.
 pub const FLAG_NACK_RESULT: u8 = 4;
-const FLAGS_KNOWN: u8 = FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT;
+/// Set in [`FrameHeader::flags`] when [`FrameHeader::payload_crc`] covers the payload. Links that cross a wire always
+/// set it; inside one host's memory it is a setting.
+pub const FLAG_CHECKED: u8 = 8;
+const FLAGS_KNOWN: u8 = FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT | FLAG_CHECKED;
 
 /// Binds frames to one job: 16 bytes that every rank of it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +100,8 @@ pub struct FrameHeader {
     pub unit_first: UnitIndex,
     /// How many units the run has.
     pub unit_count: u32,
-    /// Where the data is (for peers that read in place), or where the result is to go.
+    /// Where the bucket's first element is in the sender's memory: of the data, for peers that read in place; of the
+    /// place for the results, for peers that write.
     pub location: Location,
 }
 

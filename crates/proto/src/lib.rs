@@ -16,6 +16,8 @@ pub mod frame;
 pub mod hello;
 pub mod ids;
 pub mod limits;
+pub mod manifest;
+pub mod member;
 pub mod plan;
 pub mod secret;
 pub mod session;

@@ -22,6 +22,8 @@ pub const FRAME_HEADER_BYTES: usize = 64;
 pub const MESSAGE_BYTES_MAX: usize = 4096;
 /// Largest body of a message.
 pub const MESSAGE_BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX - FRAME_HEADER_BYTES;
+/// Most bytes of declarations that one rank may send in one round.
+pub const MANIFEST_BYTES_MAX: usize = 256 << 20;
 /// Longest detail text in a fault that is passed on to peers.
 pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
 

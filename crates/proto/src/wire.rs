@@ -103,9 +103,18 @@ impl<'a> Reader<'a> {
 
 /// Appends a text behind its 2-byte length, cut at a character boundary to at most `bytes_max` bytes.
 pub fn put_text(out: &mut Vec<u8>, text: &str, bytes_max: usize) {
-    let text = &text[..text.floor_char_boundary(bytes_max.min(usize::from(u16::MAX)))];
+    let text = cut(text, bytes_max.min(usize::from(u16::MAX)));
     out.extend_from_slice(&(text.len() as u16).to_le_bytes());
     out.extend_from_slice(text.as_bytes());
+}
+
+/// The longest front of `text` that has at most `bytes_max` bytes and whole characters.
+fn cut(text: &str, bytes_max: usize) -> &str {
+    let mut end = text.len().min(bytes_max);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
 }
 
 /// An owned copy of a text read by [`Reader::text`].
@@ -114,4 +123,54 @@ pub fn put_text(out: &mut Vec<u8>, text: &str, bytes_max: usize) {
 /// As [`Reader::text`].
 pub fn owned_text(reader: &mut Reader<'_>, bytes_max: usize) -> Result<String, Malformed> {
     reader.text(bytes_max).map(String::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_little_endian_and_end_where_the_bytes_end() {
+        let bytes: Vec<u8> = (1..=16).collect();
+        let mut reader = Reader::new(&bytes);
+        assert_eq!(reader.u8(), Ok(0x01));
+        assert_eq!(reader.u16(), Ok(0x0302));
+        assert_eq!(reader.u32(), Ok(0x0706_0504));
+        assert_eq!(reader.u64(), Ok(0x0f0e_0d0c_0b0a_0908));
+        assert_eq!(reader.remaining(), 1);
+        assert_eq!(reader.u16(), Err(Malformed("ends too early")));
+        assert_eq!(reader.clone().finish(), Err(Malformed("longer than its fields")));
+        assert_eq!(reader.bytes(1), Ok(&[16][..]));
+        assert_eq!(reader.finish(), Ok(()));
+    }
+
+    #[test]
+    fn a_text_longer_than_its_bound_is_refused_before_it_is_read() {
+        let mut bytes = Vec::new();
+        put_text(&mut bytes, "gradient", 8);
+        assert_eq!(Reader::new(&bytes).text(8), Ok("gradient"));
+        assert_eq!(Reader::new(&bytes).text(7), Err(Malformed("text too long")));
+        assert_eq!(Reader::new(&bytes[..9]).text(8), Err(Malformed("ends too early")));
+        bytes[2] = 0xff;
+        assert_eq!(Reader::new(&bytes).text(8), Err(Malformed("text is not UTF-8")));
+    }
+
+    #[test]
+    fn a_text_is_cut_between_characters() {
+        let text = "aé😀";
+        for (bytes_max, kept) in [(0, ""), (1, "a"), (2, "a"), (3, "aé"), (6, "aé"), (7, "aé😀"), (usize::MAX, "aé😀")]
+        {
+            let mut out = Vec::new();
+            put_text(&mut out, text, bytes_max);
+            assert_eq!(owned_text(&mut Reader::new(&out), 7).as_deref(), Ok(kept), "{bytes_max}");
+        }
+    }
+
+    #[test]
+    fn a_text_past_its_length_field_is_cut() {
+        let mut out = Vec::new();
+        put_text(&mut out, &"x".repeat(70_000), usize::MAX);
+        assert_eq!(out.len(), 2 + 65_535);
+        assert_eq!(Reader::new(&out).text(65_535).map(str::len), Ok(65_535));
+    }
 }

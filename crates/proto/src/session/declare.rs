@@ -1,0 +1,196 @@
+//! A declaration round: every rank tells every other what it declares, and, once memory is laid out, that it is
+//! prepared.
+
+use alloc::format;
+use alloc::vec::Vec;
+use core::mem;
+
+use super::state::{BucketState, Outgoing, TensorState};
+use super::{Event, Session, name_ranks};
+use crate::fault::{Fault, FaultKind};
+use crate::frame::{FrameHeader, Location};
+use crate::ids::Rank;
+use crate::limits::MANIFEST_BYTES_MAX;
+use crate::manifest::Declaration;
+use super::frames::violation;
+
+/// The round in progress.
+#[derive(Debug)]
+pub(super) struct Round {
+    /// This rank's declarations, encoded.
+    pub(super) manifest: Vec<u8>,
+    pub(super) deadline: u64,
+    /// The manifests were complete and are with the driver.
+    reported: bool,
+    /// This rank is prepared.
+    prepared: bool,
+}
+
+impl Session {
+    /// Begins a declaration round with this rank's encoded [`crate::manifest::Manifest`]. [`Event::Manifests`]
+    /// follows when every rank's is here; then [`Session::take_manifests`], and [`Session::prepare`].
+    ///
+    /// # Errors
+    /// The latched fault after a failure; `RankLeft` when a rank has left; `InvalidArgument` when the manifest is too
+    /// large or a round is in progress.
+    pub fn declare(&mut self, manifest: Vec<u8>, now: u64, deadline_ns: Option<u64>) -> Result<(), Fault> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone());
+        }
+        if self.declaring.is_some() {
+            return Err(Fault::new(FaultKind::InvalidArgument, "tensors are being declared by another thread: one declaration at a time"));
+        }
+        if manifest.len() > MANIFEST_BYTES_MAX {
+            let detail = format!("{} bytes of declarations, and at most {MANIFEST_BYTES_MAX} are possible: declare in several rounds", manifest.len());
+            return Err(Fault::new(FaultKind::InvalidArgument, detail));
+        }
+        let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
+        self.declaring = Some(Round { manifest, deadline, reported: false, prepared: false });
+        for peer in self.others() {
+            self.outgoing.push_back(Outgoing::Manifest { peer, offset: 0 });
+        }
+        self.check_departed_all();
+        self.check_manifests();
+        match &self.fault {
+            Some(fault) => Err(fault.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether `peer` has not yet done its part of this round.
+    pub(super) fn is_behind(&self, round: &Round, peer: Rank) -> bool {
+        let state = &self.peers[peer.index()];
+        state.rounds_ready <= self.rounds && (round.reported || !state.has_manifest())
+    }
+
+    pub(super) fn handle_manifest(&mut self, peer: Rank, header: &FrameHeader, body: &[u8]) -> Result<(), Fault> {
+        let state = &mut self.peers[peer.index()];
+        let length = header.unit_count;
+        if length as usize > MANIFEST_BYTES_MAX
+            || header.bucket.0 != self.rounds
+            || header.unit_first.0 as usize != state.manifest.len()
+            || state.manifest_len.is_some_and(|known| known != length)
+            || state.manifest.len() + body.len() > length as usize
+            || (body.is_empty() && length > 0)
+        {
+            return Err(violation(peer, "declarations that do not follow on what it sent before"));
+        }
+        state.manifest_len = Some(length);
+        state.manifest.extend_from_slice(body);
+        self.check_manifests();
+        Ok(())
+    }
+
+    fn check_manifests(&mut self) {
+        let complete = self.others().all(|peer| self.peers[peer.index()].has_manifest());
+        if let Some(round) = self.declaring.as_mut().filter(|round| complete && !round.reported) {
+            round.reported = true;
+            self.events.push_back(Event::Manifests);
+        }
+    }
+
+    /// Every rank's encoded manifest, by rank, after [`Event::Manifests`].
+    pub fn take_manifests(&mut self) -> Vec<Vec<u8>> {
+        let own = self.declaring.as_ref().map(|round| round.manifest.clone()).unwrap_or_default();
+        let mut manifests: Vec<Vec<u8>> = self.peers.iter_mut().map(|peer| mem::take(&mut peer.manifest)).collect();
+        for peer in &mut self.peers {
+            peer.manifest_len = None;
+        }
+        manifests[self.config.rank.index()] = own;
+        manifests
+    }
+
+    /// Adds the agreed declarations to the plan and tells every peer where its contributions are to be written
+    /// (`landings`, by rank). [`Event::Prepared`] follows when every rank has got this far.
+    pub fn prepare(&mut self, landings: &[Location]) {
+        let Some(round) = &mut self.declaring else { return };
+        round.prepared = true;
+        for peer in self.others() {
+            self.outgoing.push_back(Outgoing::Ready { peer, round: self.rounds, landing: landings[peer.index()] });
+        }
+        self.check_prepared();
+    }
+
+    /// Lays out the agreed declarations: the plan grows by them. Returns the index of the first new bucket.
+    pub fn lay_out(&mut self, declarations: &[Declaration]) -> u32 {
+        let first = self.plan.buckets.len();
+        self.plan.extend(declarations);
+        let world = self.config.world_size as usize;
+        while self.tensors.len() < self.plan.tensors.len() {
+            self.tensors.push(TensorState::new(self.config.first_step, world));
+        }
+        for bucket in &self.plan.buckets[first..] {
+            let tensors = self.plan.units[bucket.units.start as usize..bucket.units.end as usize]
+                .chunk_by(|a, b| a.tensor == b.tensor)
+                .count();
+            let state = BucketState::new(bucket, tensors as u32, self.config.rank, world, self.config.first_step);
+            self.buckets.push(state);
+            self.priorities.push(i32::MIN);
+        }
+        for tensor in &self.plan.tensors {
+            let priority = &mut self.priorities[tensor.bucket.index()];
+            *priority = (*priority).max(tensor.priority);
+        }
+        // Nothing grows once operations run.
+        self.queue.reserve(self.plan.buckets.len());
+        self.active.reserve(self.plan.tensors.len());
+        self.events.reserve(self.plan.tensors.len() + 16);
+        let owned: usize = self.buckets.iter().map(|state| state.owned.len()).sum();
+        self.work.reserve(owned);
+        self.outgoing.reserve(self.plan.tensors.len().min(4096) + 4 * world);
+        first as u32
+    }
+
+    pub(super) fn handle_ready(&mut self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
+        let first_step = self.config.first_step;
+        let state = &mut self.peers[peer.index()];
+        if header.bucket.0 != state.rounds_ready || header.bucket.0 > self.rounds {
+            return Err(violation(peer, "word that it is prepared for another round of declarations"));
+        }
+        if header.step != first_step {
+            let detail = format!(
+                "{peer} begins with {} but this rank with {first_step}: resume every rank from the same step",
+                header.step
+            );
+            self.fail(Fault::new(FaultKind::OperationMismatch, detail).at(peer));
+            return Ok(());
+        }
+        state.rounds_ready += 1;
+        state.landings.push(header.location);
+        self.check_prepared();
+        Ok(())
+    }
+
+    fn check_prepared(&mut self) {
+        let ready = self.others().all(|peer| self.peers[peer.index()].rounds_ready > self.rounds);
+        if ready && self.declaring.as_ref().is_some_and(|round| round.prepared) {
+            self.declaring = None;
+            self.rounds += 1;
+            self.events.push_back(Event::Prepared);
+        }
+    }
+
+    /// Which round is in progress, or comes next.
+    #[must_use]
+    pub const fn round(&self) -> u32 {
+        self.rounds
+    }
+
+    /// Where this rank's contributions for the buckets of `round` are to be written in `peer`'s memory.
+    #[must_use]
+    pub fn landing(&self, peer: Rank, round: u32) -> Location {
+        self.peers[peer.index()].landings[round as usize]
+    }
+
+    /// The fault of a round that is past its deadline.
+    pub(super) fn undeclared(&self) -> Fault {
+        let Some(round) = &self.declaring else { return Fault::new(FaultKind::DeadlineExceeded, "no round") };
+        let behind: Vec<Rank> = self.others().filter(|peer| self.is_behind(round, *peer)).collect();
+        let detail = format!(
+            "{} did not declare tensors before the deadline, while others did: every rank must declare the same tensors, in as many calls",
+            name_ranks(behind.iter().copied())
+        );
+        let fault = Fault::new(FaultKind::NotOffered, detail);
+        behind.first().map_or(fault.clone(), |rank| fault.at(*rank))
+    }
+}

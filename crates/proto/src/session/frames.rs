@@ -1,0 +1,505 @@
+//! What arrives: which frames are admitted, and what they change.
+
+use alloc::format;
+
+use super::state::Outgoing;
+use super::Session;
+use crate::dtype::Collective;
+use crate::fault::{Fault, FaultKind};
+use crate::frame::{FLAG_NACK_RESULT, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
+use crate::ids::{BucketId, Rank, Step, TensorId, UnitIndex};
+
+/// A peer that sends this many corrupt frames in a row is given up.
+const CORRUPT_STREAK_MAX: u32 = 64;
+
+/// What to do with the payload of a data frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// It is wanted: let it land, check it, place it, and report it.
+    Accept,
+    /// It was here before, or is of another epoch or an older step: drop it. It was counted.
+    Discard,
+}
+
+impl Session {
+    /// Decides on a contribution or result before its payload is touched.
+    ///
+    /// # Errors
+    /// `ProtocolViolation` when the frame is none that a peer may send: the link should be ended.
+    pub fn admit(&mut self, peer: Rank, header: &FrameHeader) -> Result<Admission, Fault> {
+        if self.fault.is_some() {
+            return Ok(Admission::Discard);
+        }
+        if header.epoch != self.config.epoch {
+            self.counters.stale += 1;
+            return Ok(Admission::Discard);
+        }
+        self.check_run(peer, header)?;
+        let fresh = match header.kind {
+            FrameKind::Contribution => self.is_contribution_fresh(peer, header)?,
+            FrameKind::Result => self.is_result_fresh(peer, header)?,
+            _ => return Err(violation(peer, "a message as data")),
+        };
+        if fresh {
+            return Ok(Admission::Accept);
+        }
+        self.counters.duplicates += 1;
+        self.repeat_ack(peer, header);
+        Ok(Admission::Discard)
+    }
+
+    /// Checks that the run exists, lies in one shard of the right owner, and has the payload that it must have.
+    fn check_run(&self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
+        let bucket = self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+        let last = self.check_range(peer, header)?;
+        let (first, last) = (self.plan.unit(header.unit_first), self.plan.unit(last));
+        let owner = if header.kind == FrameKind::Contribution { self.config.rank } else { peer };
+        if first.shard != last.shard || first.owner != owner {
+            return Err(violation(peer, "units that are not of one shard of the right owner"));
+        }
+        let offer = header.kind == FrameKind::Contribution && !bucket.contributes();
+        let bytes = bucket.wire_bytes(last.in_bucket + u64::from(last.elements) - first.in_bucket);
+        let (bytes, dtype) = if offer { (0, None) } else { (bytes, Some(bucket.wire)) };
+        if (header.flags & FLAG_OFFER != 0) != offer || u64::from(header.payload_len) != bytes || header.dtype != dtype
+        {
+            return Err(violation(peer, "a payload of another size or type than the units have"));
+        }
+        Ok(())
+    }
+
+    /// The last unit of the header's run, if all of it lies in its bucket.
+    fn check_range(&self, peer: Rank, header: &FrameHeader) -> Result<UnitIndex, Fault> {
+        let bucket = self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+        let first = header.unit_first.0;
+        match first.checked_add(header.unit_count) {
+            Some(end) if header.unit_count > 0 && first >= bucket.units.start && end <= bucket.units.end => {
+                Ok(UnitIndex(end - 1))
+            }
+            _ => Err(violation(peer, "units outside the bucket")),
+        }
+    }
+
+    fn is_contribution_fresh(&self, peer: Rank, header: &FrameHeader) -> Result<bool, Fault> {
+        let contributes = self.plan.bucket(header.bucket).contributes();
+        let state = &self.buckets[header.bucket.index()];
+        let world = self.config.world_size as usize;
+        let mut fresh = true;
+        for unit in run(header) {
+            let own = (unit.0 - state.owned.start) as usize;
+            let expected = state.expected(own);
+            // A receiver that has its result may offer for the next step before this owner is through with its own.
+            let ahead = if contributes { header.step > expected } else { header.step.0 > expected.0 + 1 };
+            if ahead {
+                return Err(violation(peer, "a contribution to a step that cannot have begun"));
+            }
+            let late = if contributes { header.step < expected } else { header.step.next() < expected };
+            fresh &= !late && !state.arrived.get(own * world + peer.index());
+        }
+        Ok(fresh)
+    }
+
+    fn is_result_fresh(&self, peer: Rank, header: &FrameHeader) -> Result<bool, Fault> {
+        let state = &self.buckets[header.bucket.index()];
+        let mut fresh = self.plan.bucket(header.bucket).distributes();
+        for unit in run(header) {
+            let tensor = &self.tensors[self.plan.unit(unit).tensor.index()];
+            if header.step > tensor.step {
+                return Err(violation(peer, "a result of a step that has not begun"));
+            }
+            let received = state.received.get((unit.0 - state.units.start) as usize);
+            fresh &= tensor.active && header.step == tensor.step && !received;
+        }
+        Ok(fresh)
+    }
+
+    /// Counts an admitted and verified contribution.
+    pub fn handle_contribution(&mut self, peer: Rank, header: &FrameHeader, now: u64) {
+        self.peers[peer.index()].corrupt_streak = 0;
+        for unit in run(header) {
+            let tensor = self.plan.unit(unit).tensor;
+            self.arrive(unit, peer, header.step);
+            self.tensors[tensor.index()].progress(now);
+        }
+        self.enqueue(header.bucket);
+    }
+
+    /// Counts one unit of an admitted and verified result, which is in its place.
+    pub fn handle_result_unit(&mut self, unit: UnitIndex, nonfinite: bool, now: u64) {
+        let plan = self.plan.unit(unit);
+        let state = &mut self.buckets[plan.bucket.index()];
+        if !state.received.insert((unit.0 - state.units.start) as usize) {
+            return;
+        }
+        state.unmark_contribution(unit.0);
+        let tensor = &mut self.tensors[plan.tensor.index()];
+        tensor.results_missing -= 1;
+        tensor.nonfinite |= nonfinite;
+        tensor.progress(now);
+    }
+
+    /// Ends an admitted and verified result, after [`Session::handle_result_unit`] of all its units.
+    pub fn handle_result(&mut self, peer: Rank, header: &FrameHeader) {
+        self.peers[peer.index()].corrupt_streak = 0;
+        let acked = self.plan.bucket(header.bucket).acked;
+        let mut last = None;
+        for unit in run(header) {
+            let tensor = self.plan.unit(unit).tensor;
+            if last == Some(tensor) {
+                continue;
+            }
+            last = Some(tensor);
+            if acked && self.has_all_of(tensor, peer) {
+                self.say(Outgoing::Ack { peer, tensor, step: header.step });
+            }
+            self.finish_if_complete(tensor);
+        }
+    }
+
+    /// An admitted frame's payload did not match its checksum: it is asked for again.
+    pub fn handle_corrupt(&mut self, peer: Rank, header: &FrameHeader) {
+        self.counters.corrupt += 1;
+        let state = &mut self.peers[peer.index()];
+        state.corrupt_streak += 1;
+        if state.corrupt_streak >= CORRUPT_STREAK_MAX {
+            let detail = format!(
+                "{CORRUPT_STREAK_MAX} frames in a row from {peer} did not match their checksums, however often they were sent again: check the network, the memory and the NIC between this rank and that one"
+            );
+            let tensor = self.plan.unit(header.unit_first).tensor;
+            self.fail(
+                Fault::new(FaultKind::IntegrityExhausted, detail)
+                    .at(peer)
+                    .tensor(self.plan.tensor(tensor).name.clone())
+                    .step(header.step),
+            );
+            return;
+        }
+        self.counters.nacked += u64::from(header.unit_count);
+        self.say(Outgoing::NackRun {
+            peer,
+            bucket: header.bucket,
+            unit_first: header.unit_first,
+            unit_count: header.unit_count,
+            step: header.step,
+            results: header.kind == FrameKind::Result,
+        });
+    }
+
+    /// Whether all results of the tensor that `owner` owns are here.
+    fn has_all_of(&self, tensor: TensorId, owner: Rank) -> bool {
+        self.next_missing_result(tensor, owner).is_none()
+    }
+
+    /// The first unit of the tensor that `owner` owns and whose result is missing.
+    pub(super) fn next_missing_result(&self, tensor: TensorId, owner: Rank) -> Option<u32> {
+        let plan = self.plan.tensor(tensor);
+        let owned = &self.plan.bucket(plan.bucket).owned[owner.index()];
+        let state = &self.buckets[plan.bucket.index()];
+        let (start, end) = (plan.units.start.max(owned.start), plan.units.end.min(owned.end));
+        if start >= end {
+            return None;
+        }
+        let base = state.units.start;
+        state.received.next_absent((start - base) as usize, (end - base) as usize).map(|at| at as u32 + base)
+    }
+
+    /// Something came twice: perhaps its sender never saw the acknowledgement.
+    fn repeat_ack(&mut self, peer: Rank, header: &FrameHeader) {
+        let plan = self.plan.bucket(header.bucket);
+        if !plan.acked {
+            return;
+        }
+        let tensor = self.plan.unit(header.unit_first).tensor;
+        let step = header.step;
+        let state = &self.tensors[tensor.index()];
+        let settled = match header.kind {
+            FrameKind::Result => state.step > step || (state.step == step && self.has_all_of(tensor, peer)),
+            _ => plan.collective == Collective::ReduceScatter && self.is_used(tensor, header.bucket, step),
+        };
+        if settled {
+            self.say(Outgoing::Ack { peer, tensor, step });
+        }
+    }
+
+    /// Whether all units of the tensor that this rank owns were reduced in `step`.
+    fn is_used(&self, tensor: TensorId, bucket: BucketId, step: Step) -> bool {
+        let state = &self.buckets[bucket.index()];
+        let units = &self.plan.tensor(tensor).units;
+        (units.start.max(state.owned.start)..units.end.min(state.owned.end))
+            .all(|unit| state.expected((unit - state.owned.start) as usize) > step)
+    }
+
+    /// In reduce_scatter nothing comes back that would tell contributors that they are through.
+    pub(super) fn acknowledge_use(&mut self, tensor: TensorId, bucket: BucketId) {
+        let step = self.tensors[tensor.index()].step;
+        if self.is_used(tensor, bucket, step) {
+            for peer in self.others() {
+                self.say(Outgoing::Ack { peer, tensor, step });
+            }
+        }
+    }
+
+    /// A message arrived: its header, and the body behind it.
+    ///
+    /// # Errors
+    /// `ProtocolViolation` when it is none that a peer may send: the link should be ended.
+    pub fn handle_message(&mut self, peer: Rank, header: &FrameHeader, body: &[u8], now: u64) -> Result<(), Fault> {
+        if self.fault.is_some() {
+            return Ok(());
+        }
+        if header.epoch != self.config.epoch {
+            self.counters.stale += 1;
+            return Ok(());
+        }
+        if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {
+            return Err(violation(peer, "a message whose body does not match its header"));
+        }
+        match header.kind {
+            FrameKind::Ack => self.handle_ack(peer, header, now),
+            FrameKind::Nack => self.handle_nack(peer, header, body),
+            FrameKind::Waiting => self.handle_waiting(peer, header, body, now),
+            FrameKind::Abort => self.handle_abort(peer, body),
+            FrameKind::Goodbye => {
+                self.peers[peer.index()].left = true;
+                self.peers[peer.index()].owes_goodbye_ack = true;
+                self.somebody_left = true;
+                self.check_departed_all();
+                self.answer_goodbyes();
+                Ok(())
+            }
+            FrameKind::GoodbyeAck => {
+                self.peers[peer.index()].goodbye_acked = true;
+                self.check_farewell();
+                Ok(())
+            }
+            FrameKind::Manifest => self.handle_manifest(peer, header, body),
+            FrameKind::Ready => self.handle_ready(peer, header),
+            FrameKind::Contribution | FrameKind::Result => Err(violation(peer, "data as a message")),
+        }
+    }
+
+    fn handle_ack(&mut self, peer: Rank, header: &FrameHeader, now: u64) -> Result<(), Fault> {
+        self.check_range(peer, header)?;
+        let tensor = self.plan.unit(header.unit_first).tensor;
+        let state = &mut self.tensors[tensor.index()];
+        if !state.active || state.step != header.step || state.acks_missing == 0 || !state.acks.insert(peer.index()) {
+            return Ok(());
+        }
+        state.acks_missing -= 1;
+        state.progress(now);
+        self.settle(tensor, peer);
+        self.finish_if_complete(tensor);
+        Ok(())
+    }
+
+    /// `peer` has everything of this operation: nothing more is to be sent to it, and it may offer for the next.
+    fn settle(&mut self, tensor: TensorId, peer: Rank) {
+        let plan = self.plan.tensor(tensor);
+        let bucket = self.plan.bucket(plan.bucket);
+        let state = &mut self.buckets[plan.bucket.index()];
+        let owned = state.owned.clone();
+        for unit in plan.units.start.max(owned.start)..plan.units.end.min(owned.end) {
+            let own = (unit - owned.start) as usize;
+            if state.unmark_result(own, peer) {
+                self.tensors[tensor.index()].results_to_send -= 1;
+            }
+            if !bucket.contributes() {
+                state.forget_arrival(own, self.config.world_size as usize, peer);
+            }
+        }
+        if bucket.collective == Collective::ReduceScatter {
+            let theirs = &bucket.owned[peer.index()];
+            for unit in plan.units.start.max(theirs.start)..plan.units.end.min(theirs.end) {
+                state.unmark_contribution(unit);
+            }
+        }
+    }
+
+    fn handle_nack(&mut self, peer: Rank, header: &FrameHeader, body: &[u8]) -> Result<(), Fault> {
+        self.check_range(peer, header)?;
+        if body.len() != (header.unit_count as usize).div_ceil(8) {
+            return Err(violation(peer, "a request whose bitmap has the wrong length"));
+        }
+        let wanted = run(header).zip(0usize..).filter(|(_, at)| body[at / 8] & (1 << (at % 8)) != 0);
+        let mut waiting = None;
+        for (unit, _) in wanted {
+            if header.flags & FLAG_NACK_RESULT == 0 {
+                self.resend_contribution(peer, unit, header.step)?;
+            } else if !self.resend_result(peer, unit, header.step)? {
+                waiting = Some(self.plan.unit(unit).tensor);
+            }
+        }
+        if let Some(tensor) = waiting {
+            self.say(Outgoing::Waiting { peer, tensor, step: header.step });
+        }
+        self.buckets[header.bucket.index()].next_attempt();
+        self.enqueue(header.bucket);
+        Ok(())
+    }
+
+    fn resend_contribution(&mut self, peer: Rank, unit: UnitIndex, step: Step) -> Result<(), Fault> {
+        let plan = self.plan.unit(unit);
+        if plan.owner != peer {
+            return Err(violation(peer, "a request for contributions that are not its own to reduce"));
+        }
+        let tensor = &self.tensors[plan.tensor.index()];
+        let state = &mut self.buckets[plan.bucket.index()];
+        let received = state.received.get((unit.0 - state.units.start) as usize);
+        if tensor.active && tensor.step == step && !received && state.mark_contribution(unit.0) {
+            state.ready = true;
+            self.counters.resent += 1;
+        }
+        Ok(())
+    }
+
+    /// Returns false if the result is not there yet.
+    fn resend_result(&mut self, peer: Rank, unit: UnitIndex, step: Step) -> Result<bool, Fault> {
+        let plan = self.plan.unit(unit);
+        if plan.owner != self.config.rank {
+            return Err(violation(peer, "a request for results that this rank does not own"));
+        }
+        let state = &self.buckets[plan.bucket.index()];
+        let own = (unit.0 - state.owned.start) as usize;
+        if step >= state.expected(own) {
+            return Ok(false);
+        }
+        let settled = self.plan.bucket(plan.bucket).acked && !self.tensors[plan.tensor.index()].active;
+        if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
+            self.counters.resent += 1;
+        }
+        Ok(true)
+    }
+
+    fn handle_waiting(&mut self, peer: Rank, header: &FrameHeader, body: &[u8], now: u64) -> Result<(), Fault> {
+        self.check_range(peer, header)?;
+        let tensor = self.plan.unit(header.unit_first).tensor;
+        let world = self.config.world_size as usize;
+        let state = &mut self.tensors[tensor.index()];
+        if !state.active || state.step != header.step {
+            return Ok(());
+        }
+        state.blamed.clear();
+        for rank in (0..world).filter(|rank| body.get(rank / 8).is_some_and(|byte| byte & (1 << (rank % 8)) != 0)) {
+            state.blamed.insert(rank);
+        }
+        state.progress_at = now;
+        let gone = state.blamed.iter().map(|rank| Rank(rank as u32)).find(|rank| self.peers[rank.index()].left);
+        if let Some(rank) = gone {
+            self.fail_departed(tensor, rank);
+        }
+        Ok(())
+    }
+
+    fn handle_abort(&mut self, peer: Rank, body: &[u8]) -> Result<(), Fault> {
+        let fault = Fault::decode(body).map_err(|_| violation(peer, "a fault that cannot be read"))?;
+        let fault = if fault.reporter.is_none() { fault.reported_by(peer) } else { fault };
+        self.fail(fault);
+        Ok(())
+    }
+
+    /// After a peer's goodbye: fails what it is still needed for.
+    pub(super) fn check_departed_all(&mut self) {
+        for at in 0..self.active.len() {
+            // A failure empties the list.
+            let Some(tensor) = self.active.get(at).copied() else { break };
+            self.check_departed(tensor);
+        }
+        if let Some(round) = &self.declaring {
+            let gone = self.others().find(|peer| self.peers[peer.index()].left && self.is_behind(round, *peer));
+            if let Some(rank) = gone {
+                let detail = format!("{rank} left the job while the other ranks were declaring tensors");
+                self.fail(Fault::new(FaultKind::RankLeft, detail).at(rank));
+            }
+        }
+    }
+
+    /// Fails an operation that needs a rank which has left; asks such a rank for results that it may still have.
+    pub(super) fn check_departed(&mut self, tensor: TensorId) {
+        for peer in self.others() {
+            let state = &self.peers[peer.index()];
+            if !state.left || self.fault.is_some() {
+                continue;
+            }
+            let down = state.down;
+            let plan = self.plan.tensor(tensor);
+            let (bucket, step) = (plan.bucket, self.tensors[tensor.index()].step);
+            if self.lacks_contribution(tensor, peer) {
+                self.fail_departed(tensor, peer);
+            } else if self.plan.bucket(bucket).distributes() && !self.has_all_of(tensor, peer) {
+                if down {
+                    self.fail_departed(tensor, peer);
+                } else {
+                    self.say(Outgoing::Nack { peer, bucket, tensor, step, results: true });
+                }
+            }
+        }
+    }
+
+    /// Whether this rank owns a unit of the tensor that cannot be reduced for want of this peer's contribution.
+    fn lacks_contribution(&self, tensor: TensorId, peer: Rank) -> bool {
+        let plan = self.plan.tensor(tensor);
+        let state = &self.buckets[plan.bucket.index()];
+        let step = self.tensors[tensor.index()].step;
+        let world = self.config.world_size as usize;
+        let contributes = self.plan.bucket(plan.bucket).contributes();
+        let acked = self.tensors[tensor.index()].acks.get(peer.index());
+        (plan.units.start.max(state.owned.start)..plan.units.end.min(state.owned.end))
+            .map(|unit| (unit - state.owned.start) as usize)
+            .any(|own| {
+                let settled = if contributes { state.is_published(own, step) } else { acked };
+                !settled && !state.arrived.get(own * world + peer.index())
+            })
+    }
+
+    fn fail_departed(&mut self, tensor: TensorId, peer: Rank) {
+        let step = self.tensors[tensor.index()].step;
+        let detail = format!(
+            "{peer} left the job and did not take part in this step: every rank must run the same number of steps"
+        );
+        self.fail(
+            Fault::new(FaultKind::RankLeft, detail)
+                .at(peer)
+                .tensor(self.plan.tensor(tensor).name.clone())
+                .step(step),
+        );
+    }
+
+    /// Tells ranks that said goodbye that this rank needs nothing more from them, once that is so.
+    pub(super) fn answer_goodbyes(&mut self) {
+        if !self.somebody_left {
+            return;
+        }
+        for peer in self.others() {
+            if !self.peers[peer.index()].owes_goodbye_ack {
+                continue;
+            }
+            let needed = self.active.iter().any(|tensor| {
+                let distributes = self.plan.bucket(self.plan.tensor(*tensor).bucket).distributes();
+                distributes && !self.has_all_of(*tensor, peer)
+            });
+            if !needed {
+                self.peers[peer.index()].owes_goodbye_ack = false;
+                self.say(Outgoing::GoodbyeAck(peer));
+            }
+        }
+    }
+
+    /// Ranks whose contributions this rank, as owner, waits for in the tensor's current step.
+    pub(super) fn missing_contributors(&self, tensor: TensorId) -> impl Iterator<Item = Rank> + '_ {
+        let inactive = !self.tensors[tensor.index()].active;
+        (0..self.config.world_size).map(Rank).filter(move |rank| {
+            if *rank == self.config.rank { inactive } else { self.lacks_contribution(tensor, *rank) }
+        })
+    }
+}
+
+/// The units of the header's run.
+fn run(header: &FrameHeader) -> impl Iterator<Item = UnitIndex> + use<> {
+    (header.unit_first.0..header.unit_first.0 + header.unit_count).map(UnitIndex)
+}
+
+pub(super) fn violation(peer: Rank, what: &str) -> Fault {
+    let detail = format!(
+        "{peer} sent {what}, which the protocol does not allow: both ranks must run the same version of gradwire, and nothing else may use its ports"
+    );
+    Fault::new(FaultKind::ProtocolViolation, detail).at(peer)
+}

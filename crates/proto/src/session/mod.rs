@@ -1,0 +1,520 @@
+//! The protocol core: what one rank sends, accepts, asks for again and gives up on.
+//!
+//! [`Session`] is driven from outside and owns no memory but its own bookkeeping. The order in which a driver calls
+//! it in one round:
+//!
+//! 1. hand in what happened: [`Session::post`], [`Session::admit`] and the `handle_*` calls for frames,
+//!    [`Session::handle_timeout`];
+//! 2. do the work it asks for: [`Session::poll_work`], each answered by [`Session::handle_reduced`];
+//! 3. send what it wants sent: [`Session::peek_message`] and [`Session::poll_transmit`], until both are empty or the
+//!    peer's queue is full ([`Session::block`], until [`Session::unblock`]);
+//! 4. take its events: [`Session::poll_event`];
+//! 5. sleep no longer than [`Session::poll_timeout`].
+//!
+//! Invariants: a unit's contribution of a step is counted once per rank; a unit is reduced only with all
+//! contributions of one step; nothing is accepted twice, and nothing of another epoch or step. A fault is latched:
+//! after [`Event::Failed`] the session accepts nothing, and tells every peer why.
+
+mod declare;
+mod frames;
+mod state;
+#[cfg(test)]
+mod tests;
+mod timers;
+mod transmit;
+
+use alloc::collections::VecDeque;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::bits::Bits;
+use crate::dtype::Collective;
+use crate::fault::{Fault, FaultKind};
+use crate::frame::JobTag;
+use crate::ids::{Attempt, BucketId, Epoch, Rank, Step, TensorId, UnitIndex};
+use crate::plan::Plan;
+
+pub use frames::Admission;
+use state::{BucketState, Outgoing, PeerState, TensorState};
+
+/// How long things may take, in nanoseconds of the caller's clock.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// An operation without a result this long after it was posted fails the step.
+    pub deadline_ns: u64,
+    /// Without progress for this long, what is missing is asked for again; doubles up to `resend_max_ns`.
+    pub resend_ns: u64,
+    /// The longest pause between two requests.
+    pub resend_max_ns: u64,
+    /// How long a bucket waits for the rest of its tensors before it travels in parts.
+    pub linger_ns: u64,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self {
+            deadline_ns: 30_000_000_000,
+            resend_ns: 250_000_000,
+            resend_max_ns: 2_000_000_000,
+            linger_ns: 1_000_000,
+        }
+    }
+}
+
+/// Who this rank is.
+#[derive(Clone, Copy, Debug)]
+pub struct SessionConfig {
+    /// This rank.
+    pub rank: Rank,
+    /// How many ranks there are.
+    pub world_size: u32,
+    /// The membership view.
+    pub epoch: Epoch,
+    /// Binds frames to the job.
+    pub job: JobTag,
+    /// The step that every tensor starts with.
+    pub first_step: Step,
+    /// How long things may take.
+    pub timing: Timing,
+}
+
+/// What only the driver can do, because it has the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// All contributions for this unit are here: add them in rank order, then call [`Session::handle_reduced`].
+    Reduce(UnitIndex),
+    /// This rank's own data for this unit is the result: make it ready to send, then call
+    /// [`Session::handle_reduced`].
+    Publish(UnitIndex),
+}
+
+/// A data frame to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transmit {
+    /// To whom.
+    pub peer: Rank,
+    /// What the units are.
+    pub data: Data,
+    /// The bucket.
+    pub bucket: BucketId,
+    /// The first unit of the run; all are in one shard.
+    pub unit_first: UnitIndex,
+    /// How many units.
+    pub unit_count: u32,
+    /// The step.
+    pub step: Step,
+    /// Which transmission this is.
+    pub attempt: Attempt,
+}
+
+/// What a data frame carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Data {
+    /// This rank's contribution.
+    Contribution,
+    /// No data: this rank is ready for results.
+    Offer,
+    /// Results of units that this rank owns; whether the first unit's has an infinity or a NaN.
+    Result {
+        /// For a run of one unit.
+        nonfinite: bool,
+    },
+}
+
+/// What the driver should know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The operation on this tensor ended well on this rank; nothing of it is still to be sent.
+    Done {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step it was.
+        step: Step,
+        /// Whether the result has an infinity or a NaN: the same on every rank.
+        nonfinite: bool,
+    },
+    /// Every rank's declarations of the current round are here: see [`Session::take_manifests`].
+    Manifests,
+    /// Every rank is prepared for the tensors of the current round.
+    Prepared,
+    /// The job failed. Every operation in flight failed with it, and every later one will.
+    Failed(Fault),
+    /// Every peer that is still there has everything that it needs from this rank, which said goodbye.
+    Farewell,
+}
+
+/// What was counted since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counters {
+    /// Frames whose payload did not match its checksum.
+    pub corrupt: u64,
+    /// Data that had arrived before.
+    pub duplicates: u64,
+    /// Frames of another epoch or an older step.
+    pub stale: u64,
+    /// Units asked for again.
+    pub nacked: u64,
+    /// Units sent again.
+    pub resent: u64,
+}
+
+/// The protocol core of one rank. See the module's documentation for the order of calls.
+#[derive(Debug)]
+pub struct Session {
+    config: SessionConfig,
+    plan: Plan,
+    tensors: Vec<TensorState>,
+    buckets: Vec<BucketState>,
+    peers: Vec<PeerState>,
+    /// By bucket: the highest priority of its tensors.
+    priorities: Vec<i32>,
+    /// Buckets with something to send: highest priority first, then oldest.
+    queue: Vec<BucketId>,
+    /// Tensors with an operation in flight, in no order.
+    active: Vec<TensorId>,
+    outgoing: VecDeque<Outgoing>,
+    work: VecDeque<Work>,
+    events: VecDeque<Event>,
+    blocked: Bits,
+    declaring: Option<declare::Round>,
+    rounds: u32,
+    somebody_left: bool,
+    leaving: bool,
+    farewell: bool,
+    fault: Option<Fault>,
+    counters: Counters,
+}
+
+impl Session {
+    /// A session with nothing declared.
+    #[must_use]
+    pub fn new(config: SessionConfig) -> Self {
+        let world = config.world_size as usize;
+        Self {
+            config,
+            plan: Plan::new(config.world_size),
+            tensors: Vec::new(),
+            buckets: Vec::new(),
+            peers: (0..world).map(|_| PeerState::default()).collect(),
+            priorities: Vec::new(),
+            queue: Vec::new(),
+            active: Vec::new(),
+            outgoing: VecDeque::with_capacity(4 * world + 64),
+            work: VecDeque::new(),
+            events: VecDeque::new(),
+            blocked: Bits::new(world),
+            declaring: None,
+            rounds: 0,
+            somebody_left: false,
+            leaving: false,
+            farewell: false,
+            fault: None,
+            counters: Counters::default(),
+        }
+    }
+
+    /// The layout of everything declared so far.
+    #[must_use]
+    pub const fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Who this rank is.
+    #[must_use]
+    pub const fn config(&self) -> &SessionConfig {
+        &self.config
+    }
+
+    /// What was counted since the start.
+    #[must_use]
+    pub const fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Why the job failed, if it did.
+    #[must_use]
+    pub const fn fault(&self) -> Option<&Fault> {
+        self.fault.as_ref()
+    }
+
+    /// How many operations are in flight.
+    #[must_use]
+    pub const fn operations_in_flight(&self) -> usize {
+        self.active.len()
+    }
+
+    /// The step that the tensor is at: of the operation in flight, or else of the next one.
+    #[must_use]
+    pub fn step(&self, tensor: TensorId) -> Step {
+        self.tensors[tensor.index()].step
+    }
+
+    /// Offers this rank's part of the tensor's next operation, to end within `deadline_ns` (the configured deadline
+    /// if `None`). Returns its step.
+    ///
+    /// # Errors
+    /// `TensorBusy` while an operation on the tensor is in flight; the latched fault after a failure; `RankLeft` when
+    /// a rank that is needed has left.
+    pub fn post(&mut self, tensor: TensorId, now: u64, deadline_ns: Option<u64>) -> Result<Step, Fault> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone());
+        }
+        let state = &mut self.tensors[tensor.index()];
+        let step = state.step;
+        if state.active {
+            let detail = "an operation on this tensor is in flight: wait for it before the next one";
+            return Err(Fault::new(FaultKind::TensorBusy, detail)
+                .tensor(self.plan.tensor(tensor).name.clone())
+                .step(step));
+        }
+        let timing = &self.config.timing;
+        state.begin(now, deadline_ns.unwrap_or(timing.deadline_ns), timing.resend_ns);
+        state.active_at = self.active.len();
+        self.active.push(tensor);
+        let bucket = self.plan.tensor(tensor).bucket;
+        self.offer(tensor, bucket, now);
+        self.check_departed(tensor);
+        self.finish_if_complete(tensor);
+        match &self.fault {
+            Some(fault) => Err(fault.clone()),
+            None => Ok(step),
+        }
+    }
+
+    /// Marks what a freshly posted tensor has to send and to wait for.
+    fn offer(&mut self, tensor: TensorId, bucket: BucketId, now: u64) {
+        let me = self.config.rank;
+        let plan = self.plan.bucket(bucket);
+        let (collective, acked) = (plan.collective, plan.acked);
+        let owned = plan.owned[me.index()].clone();
+        let units = self.plan.tensor(tensor).units.clone();
+        let mut owners = Bits::new(self.config.world_size as usize);
+        let mut results_missing = 0;
+        let state = &mut self.buckets[bucket.index()];
+        for unit in units.clone() {
+            let owner = self.plan.units[unit as usize].owner;
+            if owner == me {
+                results_missing += 1;
+                continue;
+            }
+            owners.insert(owner.index());
+            state.mark_contribution(unit);
+            state.received.remove((unit - state.units.start) as usize);
+            if collective != Collective::ReduceScatter {
+                results_missing += 1;
+            }
+        }
+        state.hold(now + self.config.timing.linger_ns);
+        let owns = units.start.max(owned.start) < units.end.min(owned.end);
+        let tensor_state = &mut self.tensors[tensor.index()];
+        let step = tensor_state.step;
+        tensor_state.results_missing = results_missing;
+        tensor_state.acks.clear();
+        tensor_state.acks_missing = match collective {
+            _ if !acked => 0,
+            Collective::ReduceScatter => owners.count() as u32,
+            _ if owns => self.config.world_size - 1,
+            _ => 0,
+        };
+        self.enqueue(bucket);
+        for unit in units.start.max(owned.start)..units.end.min(owned.end) {
+            self.arrive(UnitIndex(unit), me, step);
+        }
+    }
+
+    /// Lets a bucket travel although not all of its tensors were posted: somebody waits for one of them.
+    pub fn flush(&mut self, tensor: TensorId) {
+        let bucket = self.plan.tensor(tensor).bucket;
+        self.buckets[bucket.index()].ready = true;
+    }
+
+    /// Counts a contribution, or an offer, of `rank` for a unit that this rank owns, and asks for the reduction once
+    /// all are here.
+    fn arrive(&mut self, unit: UnitIndex, rank: Rank, step: Step) {
+        let plan = self.plan.unit(unit);
+        let contributes = self.plan.bucket(plan.bucket).contributes();
+        let world = self.config.world_size as usize;
+        let state = &mut self.buckets[plan.bucket.index()];
+        let own = (unit.0 - state.owned.start) as usize;
+        if !state.arrived.insert(own * world + rank.index()) {
+            return;
+        }
+        state.arrived_count[own] += 1;
+        if contributes {
+            if state.arrived_count[own] == self.config.world_size {
+                self.work.push_back(Work::Reduce(unit));
+            }
+        } else if rank == self.config.rank {
+            self.work.push_back(Work::Publish(unit));
+        } else if state.is_published(own, step) {
+            self.mark_result(unit, rank);
+        }
+    }
+
+    /// The driver did what [`Work`] asked for; `nonfinite`: the result has an infinity or a NaN.
+    pub fn handle_reduced(&mut self, work: Work, nonfinite: bool, now: u64) {
+        if self.fault.is_some() {
+            return;
+        }
+        let (Work::Reduce(unit) | Work::Publish(unit)) = work;
+        let plan = self.plan.unit(unit);
+        let (tensor, bucket) = (plan.tensor, plan.bucket);
+        let distributes = self.plan.bucket(bucket).distributes();
+        let world = self.config.world_size as usize;
+        let step = self.tensors[tensor.index()].step;
+        let state = &mut self.buckets[bucket.index()];
+        let own = (unit.0 - state.owned.start) as usize;
+        state.publish(own, step, nonfinite);
+        let waits = matches!(work, Work::Publish(_));
+        for peer in self.others() {
+            let ready = !waits || self.buckets[bucket.index()].arrived.get(own * world + peer.index());
+            if distributes && ready {
+                self.mark_result(unit, peer);
+            }
+        }
+        if !waits {
+            // From here on the next step's contributions may come.
+            self.buckets[bucket.index()].forget_arrivals(own, world);
+        }
+        let tensor_state = &mut self.tensors[tensor.index()];
+        tensor_state.results_missing -= 1;
+        tensor_state.nonfinite |= nonfinite;
+        tensor_state.progress(now);
+        if !distributes {
+            self.acknowledge_use(tensor, bucket);
+        }
+        self.enqueue(bucket);
+        self.finish_if_complete(tensor);
+    }
+
+    /// Reports the operation as done once nothing of it is missing or still to be sent.
+    fn finish_if_complete(&mut self, tensor: TensorId) {
+        let state = &self.tensors[tensor.index()];
+        if !state.active || state.results_missing > 0 || state.acks_missing > 0 || state.results_to_send > 0 {
+            return;
+        }
+        self.forget_own_offer(tensor);
+        let state = &mut self.tensors[tensor.index()];
+        let (step, nonfinite) = (state.step, state.nonfinite);
+        let at = state.active_at;
+        state.end();
+        self.active.swap_remove(at);
+        if let Some(moved) = self.active.get(at) {
+            self.tensors[moved.index()].active_at = at;
+        }
+        self.events.push_back(Event::Done { tensor, step, nonfinite });
+        self.answer_goodbyes();
+    }
+
+    /// Where contributions only say that a rank is ready, each is kept until that rank has its results: this rank's
+    /// own until the operation ends.
+    fn forget_own_offer(&mut self, tensor: TensorId) {
+        let me = self.config.rank;
+        let tensor = self.plan.tensor(tensor);
+        if self.plan.bucket(tensor.bucket).contributes() {
+            return;
+        }
+        let state = &mut self.buckets[tensor.bucket.index()];
+        for unit in tensor.units.start.max(state.owned.start)..tensor.units.end.min(state.owned.end) {
+            state.forget_arrival((unit - state.owned.start) as usize, self.config.world_size as usize, me);
+        }
+    }
+
+    /// Takes the next event.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Takes the next piece of work.
+    pub fn poll_work(&mut self) -> Option<Work> {
+        self.work.pop_front()
+    }
+
+    /// Fails the job: every operation ends with `fault`, here and (each peer is told) everywhere. Only the first
+    /// fault counts.
+    pub fn fail(&mut self, fault: Fault) {
+        if self.fault.is_some() {
+            return;
+        }
+        self.work.clear();
+        self.queue.clear();
+        self.outgoing.clear();
+        self.declaring = None;
+        for peer in self.others() {
+            if self.peers[peer.index()].reachable() {
+                self.outgoing.push_back(Outgoing::Abort(peer));
+            }
+        }
+        self.active.clear();
+        self.fault = Some(fault.clone());
+        self.events.push_back(Event::Failed(fault));
+    }
+
+    /// Says goodbye: this rank takes part in nothing further. [`Event::Farewell`] comes once every peer has what it
+    /// needs; until then the driver goes on.
+    pub fn leave(&mut self) {
+        if self.leaving {
+            return;
+        }
+        self.leaving = true;
+        for peer in self.others() {
+            if self.peers[peer.index()].reachable() {
+                self.outgoing.push_back(Outgoing::Goodbye(peer));
+            } else {
+                self.peers[peer.index()].goodbye_acked = true;
+            }
+        }
+        self.check_farewell();
+    }
+
+    /// The link to `peer` ended.
+    pub fn handle_link_down(&mut self, peer: Rank, fault: Fault) {
+        let state = &mut self.peers[peer.index()];
+        state.down = true;
+        state.goodbye_acked = true;
+        let left = state.left;
+        self.outgoing.retain(|message| message.peer() != peer);
+        if self.leaving {
+            self.check_farewell();
+        }
+        if left {
+            self.check_departed_all();
+        } else {
+            self.fail(fault);
+        }
+    }
+
+    /// Queues a message, once: what is waiting to be said already is not said twice.
+    fn say(&mut self, message: Outgoing) {
+        if !self.outgoing.contains(&message) {
+            self.outgoing.push_back(message);
+        }
+    }
+
+    /// Peers other than this rank, beginning with the next one.
+    fn others(&self) -> impl Iterator<Item = Rank> + use<> {
+        let (me, world) = (self.config.rank.0, self.config.world_size);
+        (1..world).map(move |distance| Rank((me + distance) % world))
+    }
+
+    fn check_farewell(&mut self) {
+        let done = self.others().all(|peer| self.peers[peer.index()].goodbye_acked);
+        if self.leaving && done && !self.farewell {
+            self.farewell = true;
+            self.events.push_back(Event::Farewell);
+        }
+    }
+}
+
+/// `ranks` as people write them: "rank 2", "ranks 0, 2 and 3".
+#[must_use]
+pub fn name_ranks(ranks: impl IntoIterator<Item = Rank>) -> String {
+    let names: Vec<String> = ranks.into_iter().map(|rank| format!("{}", rank.0)).collect();
+    match names.as_slice() {
+        [] => String::from("no rank"),
+        [one] => format!("rank {one}"),
+        [head @ .., last] => format!("ranks {} and {last}", head.join(", ")),
+    }
+}

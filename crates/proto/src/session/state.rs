@@ -1,0 +1,289 @@
+//! What a session keeps per tensor, bucket and peer. Everything is allocated when tensors are declared.
+
+use alloc::boxed::Box;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use crate::bits::Bits;
+use crate::frame::Location;
+use crate::ids::{Attempt, BucketId, Rank, Step, TensorId, UnitIndex};
+use crate::plan::BucketPlan;
+
+/// One tensor's current or next operation.
+#[derive(Debug)]
+pub(super) struct TensorState {
+    pub(super) step: Step,
+    pub(super) active: bool,
+    /// Its place in the list of operations in flight.
+    pub(super) active_at: usize,
+    pub(super) deadline: u64,
+    /// When something last got better, or was last asked for.
+    pub(super) progress_at: u64,
+    /// How long without progress until something is asked for.
+    pub(super) patience_ns: u64,
+    /// Units whose result this rank still lacks.
+    pub(super) results_missing: u32,
+    /// Frames of results this rank still has to hand to the transport, in units times receivers.
+    pub(super) results_to_send: u32,
+    /// Ranks that acknowledged, and how many still have to.
+    pub(super) acks: Bits,
+    pub(super) acks_missing: u32,
+    pub(super) nonfinite: bool,
+    /// Ranks that some owner waits for, as far as this rank was told.
+    pub(super) blamed: Bits,
+}
+
+impl TensorState {
+    pub(super) fn new(step: Step, world: usize) -> Self {
+        Self {
+            step,
+            active: false,
+            active_at: 0,
+            deadline: 0,
+            progress_at: 0,
+            patience_ns: 0,
+            results_missing: 0,
+            results_to_send: 0,
+            acks: Bits::new(world),
+            acks_missing: 0,
+            nonfinite: false,
+            blamed: Bits::new(world),
+        }
+    }
+
+    pub(super) fn begin(&mut self, now: u64, deadline_ns: u64, resend_ns: u64) {
+        self.active = true;
+        self.deadline = now.saturating_add(deadline_ns);
+        self.progress(now);
+        // Asked for early enough that who is to blame is known when the deadline comes.
+        self.patience_ns = resend_ns.min(deadline_ns / 4).max(1);
+        self.nonfinite = false;
+        self.blamed.clear();
+    }
+
+    pub(super) const fn progress(&mut self, now: u64) {
+        self.progress_at = now;
+    }
+
+    pub(super) const fn end(&mut self) {
+        self.active = false;
+        self.step = self.step.next();
+    }
+}
+
+/// One bucket's units: which were sent, arrived, reduced and received.
+#[derive(Debug)]
+pub(super) struct BucketState {
+    /// All units, and those that this rank owns, as global unit indices.
+    pub(super) units: Range<u32>,
+    pub(super) owned: Range<u32>,
+    /// By unit: its contribution is to be sent.
+    to_contribute: Bits,
+    pub(super) contributions_to_send: u32,
+    /// By unit: its result of the current step is here.
+    pub(super) received: Bits,
+    /// By (owned unit, rank): the contribution of the expected step is here.
+    pub(super) arrived: Bits,
+    pub(super) arrived_count: Box<[u32]>,
+    /// By (rank, owned unit): the result is to be sent.
+    to_distribute: Bits,
+    pub(super) results_to_send: u32,
+    /// By owned unit: the step that the next reduction has.
+    expected: Box<[Step]>,
+    /// By owned unit: the last result has an infinity or a NaN.
+    nonfinite: Bits,
+    /// How many tensors were posted since contributions last travelled, of how many.
+    posted: u32,
+    tensors: u32,
+    /// Contributions may travel.
+    pub(super) ready: bool,
+    /// When they may even if tensors are missing.
+    pub(super) hold_until: u64,
+    pub(super) attempt: Attempt,
+    pub(super) queued: bool,
+    /// Whose turn it is to be sent to.
+    pub(super) turn: u32,
+}
+
+impl BucketState {
+    pub(super) fn new(plan: &BucketPlan, tensors: u32, rank: Rank, world: usize, first_step: Step) -> Self {
+        let units = plan.units.len();
+        let owned = plan.owned[rank.index()].clone();
+        let own = owned.len();
+        Self {
+            units: plan.units.clone(),
+            owned,
+            to_contribute: Bits::new(units),
+            contributions_to_send: 0,
+            received: Bits::new(units),
+            arrived: Bits::new(own * world),
+            arrived_count: vec![0; own].into_boxed_slice(),
+            to_distribute: Bits::new(own * world),
+            results_to_send: 0,
+            expected: vec![first_step; own].into_boxed_slice(),
+            nonfinite: Bits::new(own),
+            posted: 0,
+            tensors,
+            ready: false,
+            hold_until: 0,
+            attempt: Attempt(0),
+            queued: false,
+            turn: 0,
+        }
+    }
+
+    /// A tensor was posted: contributions wait for the rest of the bucket, but not for long.
+    pub(super) const fn hold(&mut self, until: u64) {
+        self.posted += 1;
+        if self.posted == 1 {
+            self.hold_until = until;
+        }
+        if self.posted >= self.tensors {
+            self.ready = true;
+        }
+    }
+
+    pub(super) fn mark_contribution(&mut self, unit: u32) -> bool {
+        let new = self.to_contribute.insert((unit - self.units.start) as usize);
+        self.contributions_to_send += u32::from(new);
+        new
+    }
+
+    pub(super) fn unmark_contribution(&mut self, unit: u32) -> bool {
+        let was = self.to_contribute.remove((unit - self.units.start) as usize);
+        self.contributions_to_send -= u32::from(was);
+        if self.contributions_to_send == 0 {
+            self.ready = false;
+            self.posted = 0;
+        }
+        was
+    }
+
+    /// The first unit in `range` whose contribution is to be sent.
+    pub(super) fn next_contribution(&self, range: &Range<u32>) -> Option<u32> {
+        let base = self.units.start;
+        self.to_contribute.next((range.start - base) as usize, (range.end - base) as usize).map(|at| at as u32 + base)
+    }
+
+    pub(super) fn is_contribution_marked(&self, unit: u32) -> bool {
+        self.to_contribute.get((unit - self.units.start) as usize)
+    }
+
+    pub(super) fn mark_result(&mut self, own: usize, peer: Rank) -> bool {
+        let new = self.to_distribute.insert(peer.index() * self.owned.len() + own);
+        self.results_to_send += u32::from(new);
+        new
+    }
+
+    pub(super) fn unmark_result(&mut self, own: usize, peer: Rank) -> bool {
+        let was = self.to_distribute.remove(peer.index() * self.owned.len() + own);
+        self.results_to_send -= u32::from(was);
+        was
+    }
+
+    /// The first owned unit whose result is to be sent to `peer`.
+    pub(super) fn next_result(&self, peer: Rank, from: usize) -> Option<usize> {
+        let base = peer.index() * self.owned.len();
+        self.to_distribute.next(base + from, base + self.owned.len()).map(|at| at - base)
+    }
+
+    pub(super) fn publish(&mut self, own: usize, step: Step, nonfinite: bool) {
+        self.expected[own] = step.next();
+        if nonfinite {
+            self.nonfinite.insert(own);
+        } else {
+            self.nonfinite.remove(own);
+        }
+    }
+
+    /// The step that the next reduction of this owned unit has.
+    pub(super) fn expected(&self, own: usize) -> Step {
+        self.expected[own]
+    }
+
+    pub(super) fn is_published(&self, own: usize, step: Step) -> bool {
+        self.expected[own] == step.next()
+    }
+
+    pub(super) fn is_nonfinite(&self, own: usize) -> bool {
+        self.nonfinite.get(own)
+    }
+
+    /// Makes room for the next step's contributions to this owned unit.
+    pub(super) fn forget_arrivals(&mut self, own: usize, world: usize) {
+        for rank in 0..world {
+            self.arrived.remove(own * world + rank);
+        }
+        self.arrived_count[own] = 0;
+    }
+
+    pub(super) fn forget_arrival(&mut self, own: usize, world: usize, rank: Rank) {
+        if self.arrived.remove(own * world + rank.index()) {
+            self.arrived_count[own] -= 1;
+        }
+    }
+
+    pub(super) const fn next_attempt(&mut self) {
+        self.attempt = Attempt(self.attempt.0.saturating_add(1));
+    }
+}
+
+/// What is known of a peer.
+#[derive(Debug, Default)]
+pub(super) struct PeerState {
+    /// It said goodbye.
+    pub(super) left: bool,
+    /// Its link is gone.
+    pub(super) down: bool,
+    /// It needs nothing more from this rank, which said goodbye.
+    pub(super) goodbye_acked: bool,
+    /// This rank still owes it the word that it needs nothing more.
+    pub(super) owes_goodbye_ack: bool,
+    /// Its declarations of the round it is in, as far as they are here; and how long they are in all.
+    pub(super) manifest: Vec<u8>,
+    pub(super) manifest_len: Option<u32>,
+    /// How many rounds it has announced, and how many it is prepared for; where our contributions go, by round.
+    pub(super) rounds_ready: u32,
+    pub(super) landings: Vec<Location>,
+    /// Corrupt frames in a row.
+    pub(super) corrupt_streak: u32,
+}
+
+impl PeerState {
+    pub(super) const fn reachable(&self) -> bool {
+        !self.down
+    }
+
+    pub(super) fn has_manifest(&self) -> bool {
+        self.manifest_len.is_some_and(|length| length as usize == self.manifest.len())
+    }
+}
+
+/// A small message to send, encoded when it is its turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Outgoing {
+    Abort(Rank),
+    Ack { peer: Rank, tensor: TensorId, step: Step },
+    Nack { peer: Rank, bucket: BucketId, tensor: TensorId, step: Step, results: bool },
+    NackRun { peer: Rank, bucket: BucketId, unit_first: UnitIndex, unit_count: u32, step: Step, results: bool },
+    Waiting { peer: Rank, tensor: TensorId, step: Step },
+    Manifest { peer: Rank, offset: u32 },
+    Ready { peer: Rank, round: u32, landing: Location },
+    Goodbye(Rank),
+    GoodbyeAck(Rank),
+}
+
+impl Outgoing {
+    pub(super) const fn peer(&self) -> Rank {
+        match self {
+            Self::Abort(peer) | Self::Goodbye(peer) | Self::GoodbyeAck(peer) => *peer,
+            Self::Ack { peer, .. }
+            | Self::Nack { peer, .. }
+            | Self::NackRun { peer, .. }
+            | Self::Waiting { peer, .. }
+            | Self::Manifest { peer, .. }
+            | Self::Ready { peer, .. } => *peer,
+        }
+    }
+}
