@@ -1,1 +1,27 @@
-//! control
+//! gradwire's control plane over Apache Pulsar: rendezvous, membership, version records, and an embedded broker.
+//!
+//! Ranks meet over an ordered log, the job's control topic: each appends its Join and reads the log from the start;
+//! the members of the first epoch are decided by the order of the log alone. After that the control plane carries
+//! faults to the other ranks and version records to the broker, behind the steps: nothing here is on the data path,
+//! and a broker that goes away after joining disturbs no step.
+//!
+//! The same code talks to an Apache Pulsar cluster and to the [`EmbeddedBroker`], by URL.
+#![forbid(unsafe_code)]
+
+pub mod broker;
+mod job;
+mod link;
+mod plane;
+mod probe;
+mod read;
+mod record;
+mod rendezvous;
+mod versions;
+mod worker;
+
+pub use broker::{BrokerConfig, EmbeddedBroker};
+pub use job::{JobConfig, JobName, broker_token};
+pub use plane::{ControlPlane, JoinRequest};
+pub use read::read_versions;
+pub use record::{Instance, VersionRecord};
+pub use rendezvous::{ControlEvent, Membership};

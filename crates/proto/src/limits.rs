@@ -27,7 +27,7 @@ pub const MANIFEST_BYTES_MAX: usize = 256 << 20;
 /// Longest detail text in a fault that is passed on to peers.
 pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
 
-const _: () = assert!(SHARD_ELEMENTS_MAX % SHARD_ELEMENTS_MULTIPLE == 0);
+const _: () = assert!(SHARD_ELEMENTS_MAX.is_multiple_of(SHARD_ELEMENTS_MULTIPLE));
 const _: () = assert!(SHARD_ELEMENTS_MAX * 8 <= u32::MAX as u64);
 const _: () = assert!(FAULT_DETAIL_BYTES_MAX + TENSOR_NAME_BYTES_MAX + 64 <= MESSAGE_BODY_BYTES_MAX);
 const _: () = assert!(TENSOR_NAME_BYTES_MAX + TENSOR_DIMENSIONS_MAX * 8 + 64 <= MESSAGE_BODY_BYTES_MAX);

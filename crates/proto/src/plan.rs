@@ -289,7 +289,10 @@ fn group(declarations: &[Declaration]) -> Vec<Vec<usize>> {
             let first = &declarations[group[0]];
             first.dtype == declaration.dtype && first.reduce == declaration.reduce && first.wire == declaration.wire
         };
-        match open.iter_mut().find(|(group, held)| alike(&groups[*group]) && held.saturating_add(bytes) <= BUCKET_BYTES_TARGET) {
+        match open
+            .iter_mut()
+            .find(|(group, held)| alike(&groups[*group]) && held.saturating_add(bytes) <= BUCKET_BYTES_TARGET)
+        {
             Some((group, held)) => {
                 groups[*group].push(index);
                 *held += bytes;

@@ -1,1 +1,36 @@
-//! runtime
+//! gradwire exchanges gradients between the ranks of a data-parallel training job: checked end to end, versioned, and
+//! the same bits on every rank.
+//!
+//! ```no_run
+//! use gradwire::{Builder, DType, ReduceOp, TensorSpec};
+//!
+//! let group = Builder::from_env()?.connect()?;
+//! let tensors = group.declare(&[TensorSpec::new("layer1.weight", &[784, 128], DType::F32).reduce(ReduceOp::Mean)])?;
+//! let mut gradient = group.buffer(&tensors[0])?;
+//! gradient.as_mut_slice::<f32>().fill(1.0);
+//! let done = group.allreduce(&tensors[0], gradient)?.wait()?;
+//! assert_eq!(done.output.as_slice::<f32>()[0], 1.0);
+//! group.commit();
+//! group.close()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Start it on every rank with `gradwire launch`, `mpirun`, `srun` or `torchrun`.
+#![forbid(unsafe_code)]
+
+mod builder;
+mod driver;
+mod engine;
+pub mod env;
+mod group;
+mod handle;
+#[cfg(test)]
+mod tests;
+mod types;
+
+pub use builder::Builder;
+pub use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Scope, Secret, Step, WireFormat};
+pub use gradwire_transport::{Buffer, Element};
+pub use group::Group;
+pub use handle::{Handle, Tensor};
+pub use types::{Completed, Integrity, OpError, Outcome, Stats, TensorSpec, TransportChoice, Version};

@@ -6,13 +6,20 @@
 //! after its links are up it neither allocates nor locks.
 #![deny(unsafe_code)]
 
+pub mod establish;
+#[cfg(feature = "faults")]
+pub mod faulty;
+pub mod links;
+pub mod mesh;
 pub mod region;
+pub mod shm;
+pub mod tcp;
 
 use std::os::fd::BorrowedFd;
 
 use gradwire_proto::{Fault, Rank, RegionKey};
 
-pub use region::{Buffer, Element, Slice};
+pub use region::{Buffer, Element, Pool, Slice};
 
 /// What a backend can do beyond messages and writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,11 +93,11 @@ pub trait Sink {
 ///
 /// Dropping a transport closes its links; memory that it still reads or writes stays alive until it is done.
 pub trait Transport: Send {
-    /// The backend's name: `tcp`, `shm`.
-    fn name(&self) -> &'static str;
+    /// The name of the backend that reaches `peer`: `tcp`, `shm`.
+    fn name(&self, peer: Rank) -> &'static str;
 
-    /// What this backend can do.
-    fn capabilities(&self) -> Capabilities;
+    /// What the link to `peer` can do.
+    fn capabilities(&self, peer: Rank) -> Capabilities;
 
     /// The sizes this backend works with.
     fn limits(&self) -> Limits;

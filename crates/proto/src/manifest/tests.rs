@@ -121,7 +121,7 @@ fn ranks_that_declare_the_same_agree_on_rank_0s_order_and_priorities() {
     let second = manifest(&[a.clone(), Declaration { priority: -1, ..b }, c.clone()]);
     let third = manifest(&[c, first.tensors[0].clone(), a]);
     assert_eq!(agree(&[first.clone(), second, third]), Ok(first.tensors.clone()));
-    assert_eq!(agree(&[first.clone()]), Ok(first.tensors));
+    assert_eq!(agree(core::slice::from_ref(&first)), Ok(first.tensors));
     assert_eq!(agree(&[]), Ok(Vec::new()));
     assert_eq!(agree(&[Manifest::default(), Manifest::default()]), Ok(Vec::new()));
 }
@@ -157,7 +157,7 @@ fn shapes_that_differ_are_named_with_their_ranks() {
 #[test]
 fn types_and_operations_that_differ_are_named_with_their_ranks() {
     let base = tensor("w", &[4]);
-    let with = |declaration: Declaration| [manifest(&[base.clone()]), manifest(&[declaration])];
+    let with = |declaration: Declaration| [manifest(core::slice::from_ref(&base)), manifest(&[declaration])];
     assert_differ(
         &with(Declaration { dtype: DType::I32, ..base.clone() }),
         FaultKind::DTypeMismatch,

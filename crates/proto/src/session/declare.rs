@@ -5,6 +5,7 @@ use alloc::format;
 use alloc::vec::Vec;
 use core::mem;
 
+use super::frames::violation;
 use super::state::{BucketState, Outgoing, TensorState};
 use super::{Event, Session, name_ranks};
 use crate::fault::{Fault, FaultKind};
@@ -12,7 +13,6 @@ use crate::frame::{FrameHeader, Location};
 use crate::ids::Rank;
 use crate::limits::MANIFEST_BYTES_MAX;
 use crate::manifest::Declaration;
-use super::frames::violation;
 
 /// The round in progress.
 #[derive(Debug)]
@@ -38,10 +38,16 @@ impl Session {
             return Err(fault.clone());
         }
         if self.declaring.is_some() {
-            return Err(Fault::new(FaultKind::InvalidArgument, "tensors are being declared by another thread: one declaration at a time"));
+            return Err(Fault::new(
+                FaultKind::InvalidArgument,
+                "tensors are being declared by another thread: one declaration at a time",
+            ));
         }
         if manifest.len() > MANIFEST_BYTES_MAX {
-            let detail = format!("{} bytes of declarations, and at most {MANIFEST_BYTES_MAX} are possible: declare in several rounds", manifest.len());
+            let detail = format!(
+                "{} bytes of declarations, and at most {MANIFEST_BYTES_MAX} are possible: declare in several rounds",
+                manifest.len()
+            );
             return Err(Fault::new(FaultKind::InvalidArgument, detail));
         }
         let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
@@ -67,7 +73,8 @@ impl Session {
         let state = &mut self.peers[peer.index()];
         let length = header.unit_count;
         if length as usize > MANIFEST_BYTES_MAX
-            || header.bucket.0 != self.rounds
+            // A peer that is through with a round may begin the next before this rank is.
+            || header.bucket.0 != state.rounds_ready
             || header.unit_first.0 as usize != state.manifest.len()
             || state.manifest_len.is_some_and(|known| known != length)
             || state.manifest.len() + body.len() > length as usize
@@ -82,7 +89,10 @@ impl Session {
     }
 
     fn check_manifests(&mut self) {
-        let complete = self.others().all(|peer| self.peers[peer.index()].has_manifest());
+        let complete = self.others().all(|peer| {
+            let peer = &self.peers[peer.index()];
+            peer.has_manifest() && peer.rounds_ready == self.rounds
+        });
         if let Some(round) = self.declaring.as_mut().filter(|round| complete && !round.reported) {
             round.reported = true;
             self.events.push_back(Event::Manifests);

@@ -2,8 +2,8 @@
 
 use alloc::format;
 
-use super::state::Outgoing;
 use super::Session;
+use super::state::Outgoing;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FLAG_NACK_RESULT, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
@@ -50,7 +50,8 @@ impl Session {
 
     /// Checks that the run exists, lies in one shard of the right owner, and has the payload that it must have.
     fn check_run(&self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
-        let bucket = self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+        let bucket =
+            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
         let last = self.check_range(peer, header)?;
         let (first, last) = (self.plan.unit(header.unit_first), self.plan.unit(last));
         let owner = if header.kind == FrameKind::Contribution { self.config.rank } else { peer };
@@ -69,7 +70,8 @@ impl Session {
 
     /// The last unit of the header's run, if all of it lies in its bucket.
     fn check_range(&self, peer: Rank, header: &FrameHeader) -> Result<UnitIndex, Fault> {
-        let bucket = self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+        let bucket =
+            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
         let first = header.unit_first.0;
         match first.checked_add(header.unit_count) {
             Some(end) if header.unit_count > 0 && first >= bucket.units.start && end <= bucket.units.end => {
@@ -456,10 +458,7 @@ impl Session {
             "{peer} left the job and did not take part in this step: every rank must run the same number of steps"
         );
         self.fail(
-            Fault::new(FaultKind::RankLeft, detail)
-                .at(peer)
-                .tensor(self.plan.tensor(tensor).name.clone())
-                .step(step),
+            Fault::new(FaultKind::RankLeft, detail).at(peer).tensor(self.plan.tensor(tensor).name.clone()).step(step),
         );
     }
 

@@ -37,6 +37,7 @@ use crate::plan::Plan;
 
 pub use frames::Admission;
 use state::{BucketState, Outgoing, PeerState, TensorState};
+pub use transmit::MessageBytes;
 
 /// How long things may take, in nanoseconds of the caller's clock.
 #[derive(Clone, Copy, Debug)]
@@ -53,12 +54,7 @@ pub struct Timing {
 
 impl Default for Timing {
     fn default() -> Self {
-        Self {
-            deadline_ns: 30_000_000_000,
-            resend_ns: 250_000_000,
-            resend_max_ns: 2_000_000_000,
-            linger_ns: 1_000_000,
-        }
+        Self { deadline_ns: 30_000_000_000, resend_ns: 250_000_000, resend_max_ns: 2_000_000_000, linger_ns: 1_000_000 }
     }
 }
 

@@ -166,10 +166,6 @@ impl BucketState {
         self.to_contribute.next((range.start - base) as usize, (range.end - base) as usize).map(|at| at as u32 + base)
     }
 
-    pub(super) fn is_contribution_marked(&self, unit: u32) -> bool {
-        self.to_contribute.get((unit - self.units.start) as usize)
-    }
-
     pub(super) fn mark_result(&mut self, own: usize, peer: Rank) -> bool {
         let new = self.to_distribute.insert(peer.index() * self.owned.len() + own);
         self.results_to_send += u32::from(new);

@@ -246,9 +246,13 @@ fn every_collective_ends_on_every_rank_with_the_same_flags() {
             done.sort_unstable_by_key(|(tensor, step, _)| (*tensor, *step));
         }
         let expected = &world.done[0];
-        let flags: Vec<_> = expected.iter().filter(|(tensor, ..)| *tensor != TensorId(4) && *tensor != TensorId(7)).collect();
+        let flags: Vec<_> =
+            expected.iter().filter(|(tensor, ..)| *tensor != TensorId(4) && *tensor != TensorId(7)).collect();
         for done in &world.done {
-            assert_eq!(done.iter().filter(|(tensor, ..)| *tensor != TensorId(4) && *tensor != TensorId(7)).collect::<Vec<_>>(), flags);
+            assert_eq!(
+                done.iter().filter(|(tensor, ..)| *tensor != TensorId(4) && *tensor != TensorId(7)).collect::<Vec<_>>(),
+                flags
+            );
         }
         assert_eq!(world.sessions[0].counters(), Counters::default(), "nothing was sent twice");
     }
@@ -451,4 +455,38 @@ proptest! {
         let _ = session.admit(Rank(1), &header);
         world.settle();
     }
+}
+
+#[test]
+fn a_rank_may_begin_the_next_declaration_round_before_others_are_through_with_this_one() {
+    let size = 3;
+    let mut world = World::new(size, &all_kinds());
+    for session in &mut world.sessions {
+        session.declare(vec![1; 10], 0, None).unwrap();
+    }
+    world.settle();
+    for rank in 0..3 {
+        assert_eq!(world.sessions[rank].take_manifests().len(), 3);
+        world.sessions[rank].lay_out(&[declaration("more", 10, Collective::AllReduce)]);
+        world.sessions[rank].prepare(&vec![Location::default(); 3]);
+    }
+    // Rank 2's word to rank 0 is held back; rank 1 is through, and declares again.
+    for rank in 0..3 {
+        world.pump(rank);
+    }
+    let held = core::mem::take(&mut world.links[2][0]);
+    world.settle();
+    assert_eq!((world.sessions[0].round(), world.sessions[1].round()), (1, 2));
+    world.sessions[1].declare(vec![2; 10], 0, None).unwrap();
+    world.settle();
+    world.links[2][0] = held;
+    world.settle();
+    for rank in [0, 2] {
+        world.sessions[rank].declare(vec![2; 10], 0, None).unwrap();
+    }
+    world.settle();
+    for session in &mut world.sessions {
+        assert_eq!(session.take_manifests(), vec![vec![2; 10]; 3]);
+    }
+    assert_eq!(world.failed, vec![None; 3]);
 }

@@ -10,10 +10,10 @@ use gradwire_proto::wire::Reader;
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret};
 
 /// The job of every frame here.
-pub const JOB: JobTag = JobTag([0x5a; 16]);
+pub(crate) const JOB: JobTag = JobTag([0x5a; 16]);
 
 /// A header that is taken is exactly what its fields say: there is one encoding of each.
-pub fn frame_header(bytes: &[u8]) {
+pub(crate) fn frame_header(bytes: &[u8]) {
     if let Ok(header) = FrameHeader::decode(bytes, &JOB) {
         assert_eq!(header.encode(&JOB), bytes);
     }
@@ -28,7 +28,7 @@ pub fn frame_header(bytes: &[u8]) {
 }
 
 /// A fault that is taken has one encoding and fits a message, also when its kind is of a later release.
-pub fn fault(bytes: &[u8]) {
+pub(crate) fn fault(bytes: &[u8]) {
     let Ok(fault) = Fault::decode(bytes) else { return };
     let mut again = Vec::new();
     fault.encode(&mut again);
@@ -44,7 +44,7 @@ pub fn fault(bytes: &[u8]) {
 }
 
 /// An endpoint that is taken has one encoding and is within its bounds.
-pub fn endpoint(bytes: &[u8]) {
+pub(crate) fn endpoint(bytes: &[u8]) {
     let mut reader = Reader::new(bytes);
     let Ok(endpoint) = Endpoint::decode(&mut reader) else { return };
     assert!(endpoint.addresses.capacity() <= ADDRESSES_MAX);
@@ -54,7 +54,7 @@ pub fn endpoint(bytes: &[u8]) {
 }
 
 /// A manifest that is taken has one encoding, takes memory in proportion to its bytes, and agrees with itself.
-pub fn manifest(bytes: &[u8]) {
+pub(crate) fn manifest(bytes: &[u8]) {
     let Ok(manifest) = Manifest::decode(bytes) else { return };
     assert!(memory(&manifest) <= 16 * bytes.len(), "{} bytes for {}", memory(&manifest), bytes.len());
     let mut again = Vec::new();
@@ -73,7 +73,7 @@ fn memory(manifest: &Manifest) -> usize {
 
 /// Both sides of a hello against a peer that says `bytes`, in messages of the right length and then of whatever is
 /// left: nobody who does not know the secret gets in, or hears more than a version, a nonce and a refusal.
-pub fn hello(bytes: &[u8]) {
+pub(crate) fn hello(bytes: &[u8]) {
     let params =
         HelloParams { secret: Secret::from_bytes([0x77; 32]), job: JOB, epoch: Epoch(1), rank: Rank(1), world_size: 4 };
     let (dialer, _) = Handshake::dial(&params, Rank(0), [1; 32]);

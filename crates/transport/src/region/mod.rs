@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
+use crossbeam_queue::SegQueue;
 use gradwire_proto::{DType, Fault, FaultKind, RegionKey};
 
 pub(crate) use sys::{Mapping, PeerMapping};
@@ -37,6 +38,44 @@ pub struct Buffer {
     mapping: Arc<Mapping>,
     key: RegionKey,
     len: usize,
+    home: Option<Pool>,
+}
+
+/// Keeps blocks of one size for reuse, so that neither memory nor registrations churn. Cloning gives another handle
+/// to the same pool. Holds at most as many blocks as were ever in use at once.
+#[derive(Clone, Debug)]
+pub struct Pool {
+    len: usize,
+    idle: Arc<SegQueue<(Arc<Mapping>, RegionKey)>>,
+}
+
+impl Pool {
+    /// A pool of blocks of `len` bytes.
+    #[must_use]
+    pub fn new(len: usize) -> Self {
+        Self { len, idle: Arc::new(SegQueue::new()) }
+    }
+
+    /// A block whose [`Buffer::drop`] brings it back here. What it holds is unspecified.
+    ///
+    /// # Errors
+    /// As [`Buffer::allocate`].
+    pub fn take(&self) -> Result<Buffer, Fault> {
+        if let Some((mapping, key)) = self.idle.pop() {
+            return Ok(Buffer { mapping, key, len: self.len, home: Some(self.clone()) });
+        }
+        let mut buffer = Buffer::allocate(self.len)?;
+        buffer.home = Some(self.clone());
+        Ok(buffer)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(home) = &self.home {
+            home.idle.push((Arc::clone(&self.mapping), self.key));
+        }
+    }
 }
 
 impl Buffer {
@@ -52,7 +91,8 @@ impl Buffer {
                 format!("{len} bytes of shareable memory could not be had ({errno}): free memory, raise the container's memory limit or the limit on open files (ulimit -n)"),
             )
         })?;
-        Ok(Self { mapping: Arc::new(mapping), key: RegionKey(NEXT.fetch_add(1, Ordering::Relaxed)), len })
+        let key = RegionKey(NEXT.fetch_add(1, Ordering::Relaxed));
+        Ok(Self { mapping: Arc::new(mapping), key, len, home: None })
     }
 
     /// The name under which peers know this block once it is registered.
@@ -164,6 +204,17 @@ mod tests {
         assert_eq!(buffer.as_slice::<f32>().len(), 1024);
         assert_eq!(buffer.as_slice::<f32>()[1023].to_bits(), 1.5f32.to_bits());
         assert_eq!(buffer.len(), 4099);
+    }
+
+    #[test]
+    fn a_pool_gives_the_same_block_again() {
+        let pool = Pool::new(100);
+        let first = pool.take().expect("allocate");
+        let key = first.key();
+        let second = pool.take().expect("allocate");
+        assert_ne!(second.key(), key);
+        drop(first);
+        assert_eq!(pool.take().expect("allocate").key(), key);
     }
 
     #[test]

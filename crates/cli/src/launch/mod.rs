@@ -1,0 +1,81 @@
+//! `gradwire launch`, and starting ranks from within: on this machine and, by ssh, on others.
+//!
+//! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
+//! job's secret never stands on a command line. It owns the job's broker unless another one is named. Whatever ends
+//! the job, a rank, a signal, the death of the launcher or of an agent, no process of it stays.
+
+mod agents;
+mod command;
+mod driver;
+mod hosts;
+mod output;
+mod report;
+mod signals;
+mod variables;
+
+use std::ffi::OsString;
+use std::io;
+
+pub(crate) use self::agents::RemoteOptions;
+pub(crate) use self::command::{LaunchArgs, execute};
+pub(crate) use self::driver::run;
+pub(crate) use self::hosts::HostSlots;
+pub(crate) use self::output::{Line, Stream, forward_line};
+pub(crate) use self::report::{LaunchError, Report};
+use crate::args::{BrokerChoice, Transport, Wire};
+
+/// What to start, and where. Holds no secret: that is made when it starts.
+#[derive(Clone, Debug)]
+pub(crate) struct LaunchPlan {
+    /// How many ranks.
+    pub(crate) ranks: u32,
+    /// Where; empty: all on this machine.
+    pub(crate) hosts: Vec<HostSlots>,
+    /// `GRADWIRE_TRANSPORT` for every rank.
+    pub(crate) transport: Option<Transport>,
+    /// `GRADWIRE_WIRE` for every rank.
+    pub(crate) wire: Option<Wire>,
+    /// Where the control plane runs.
+    pub(crate) broker: BrokerChoice,
+    /// The job's name; a fresh one if none is given.
+    pub(crate) job: Option<String>,
+    /// Further variables for every rank.
+    pub(crate) env: Vec<(OsString, OsString)>,
+    /// Where every rank runs; this process's directory if none is given.
+    pub(crate) directory: Option<std::path::PathBuf>,
+    /// Program and arguments.
+    pub(crate) command: Vec<OsString>,
+    /// How remote hosts are reached.
+    pub(crate) remote: RemoteOptions,
+}
+
+impl LaunchPlan {
+    /// Ranks on this machine, with everything else as it is by default.
+    pub(crate) fn local(ranks: u32, command: Vec<OsString>) -> Self {
+        Self {
+            ranks,
+            hosts: Vec::new(),
+            transport: None,
+            wire: None,
+            broker: BrokerChoice::Embedded,
+            job: None,
+            env: Vec::new(),
+            directory: None,
+            command,
+            remote: RemoteOptions::default(),
+        }
+    }
+}
+
+/// This very binary with these arguments, as a command for [`LaunchPlan`].
+///
+/// # Errors
+/// When the system does not tell where this binary is.
+pub(crate) fn own_command<I>(arguments: I) -> io::Result<Vec<OsString>>
+where
+    I: IntoIterator,
+    I::Item: Into<OsString>,
+{
+    let own = std::env::current_exe()?.into_os_string();
+    Ok(std::iter::once(own).chain(arguments.into_iter().map(Into::into)).collect())
+}

@@ -1,0 +1,213 @@
+//! What the ranks of a job find in their environment.
+
+use std::ffi::OsString;
+use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _, UdpSocket};
+use std::os::unix::ffi::OsStrExt as _;
+
+use gradwire_proto::Secret;
+use gradwire_proto::secret::hex;
+
+use super::LaunchPlan;
+use super::agents::{AgentLink, RemoteOptions};
+use super::report::LaunchError;
+use crate::agent::wire::{Hello, Plan};
+
+/// What makes this run of a job different from every other. The secret is never printed.
+pub(super) struct Identity {
+    pub(super) job: String,
+    pub(super) instance: [u8; 16],
+    pub(super) secret: Secret,
+}
+
+impl Identity {
+    /// Makes a fresh secret and instance.
+    pub(super) fn fresh(job: Option<&str>) -> Result<Self, LaunchError> {
+        let (mut instance, mut secret) = ([0; 16], [0; 32]);
+        getrandom::fill(&mut instance).and_then(|()| getrandom::fill(&mut secret)).map_err(|error| {
+            LaunchError::failed(format!("the system gives no random bytes for the secret: {error}"))
+        })?;
+        let job = job.map_or_else(|| format!("job-{}", hex(&instance[..4])), str::to_owned);
+        Ok(Self { job, instance, secret: Secret::from_bytes(secret) })
+    }
+
+    pub(super) fn instance_hex(&self) -> String {
+        hex(&self.instance)
+    }
+}
+
+/// How the ranks reach the broker.
+pub(super) struct BrokerAccess {
+    pub(super) url: String,
+    pub(super) token: Option<String>,
+}
+
+/// The address under which all hosts of the job reach this one; none when there are no others.
+pub(super) fn own_address(agents: &[AgentLink], remote: &RemoteOptions) -> Result<Option<IpAddr>, LaunchError> {
+    let Some(agent) = agents.iter().find(|agent| !agent.placement.local) else { return Ok(None) };
+    if let Some(address) = remote.address {
+        return match TcpListener::bind((address, 0)) {
+            Ok(_) => Ok(Some(address)),
+            Err(error) => Err(LaunchError::usage(format!("--address {address} is not one of this machine: {error}"))),
+        };
+    }
+    let host = &agent.placement.host;
+    let seen = agent.hello.as_ref().and_then(ssh_addresses).map(|(own, _)| own);
+    seen.or_else(|| towards(host)).filter(|address| TcpListener::bind((*address, 0)).is_ok()).map(Some).ok_or_else(
+        || {
+            LaunchError::usage(format!(
+                "it is unknown under which address {host} reaches this machine: give it with --address IP"
+            ))
+        },
+    )
+}
+
+/// The two ends of an ssh connection as the remote one sees them: our address, its address.
+fn ssh_addresses(hello: &Hello) -> Option<(IpAddr, IpAddr)> {
+    let mut fields = hello.ssh_connection.as_deref()?.split_ascii_whitespace();
+    let own = fields.next()?.parse().ok()?;
+    let theirs = fields.nth(1)?.parse().ok()?;
+    Some((own, theirs))
+}
+
+/// The address from which this machine would send to a host. Nothing is sent.
+fn towards(host: &str) -> Option<IpAddr> {
+    let name = host.rsplit_once('@').map_or(host, |(_, name)| name);
+    let target = (name, 22).to_socket_addrs().ok()?.next()?;
+    let any: IpAddr =
+        if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    socket.connect(target).ok()?;
+    socket.local_addr().ok().map(|address| address.ip())
+}
+
+/// What every agent is to start, in the order of the agents.
+pub(super) fn plans(
+    plan: &LaunchPlan,
+    identity: &Identity,
+    broker: &BrokerAccess,
+    agents: &[AgentLink],
+    own: Option<IpAddr>,
+) -> Result<Vec<Plan>, LaunchError> {
+    let directory = match &plan.directory {
+        Some(directory) => std::path::absolute(directory),
+        None => std::env::current_dir(),
+    };
+    let directory =
+        directory.map_err(|error| LaunchError::failed(format!("the present directory is gone: {error}")))?;
+    let common = common_variables(plan, identity, broker, agents, own);
+    let plans = agents.iter().map(|agent| {
+        let ranks = agent.ranks().map(|rank| (rank, rank_variables(agent, rank, own))).collect();
+        Plan {
+            command: plan.command.iter().map(|part| part.as_bytes().to_vec()).collect(),
+            directory: directory.as_os_str().as_bytes().to_vec(),
+            variables: common.iter().map(|(n, v)| (n.as_bytes().to_vec(), v.as_bytes().to_vec())).collect(),
+            ranks,
+        }
+    });
+    Ok(plans.collect())
+}
+
+fn common_variables(
+    plan: &LaunchPlan,
+    identity: &Identity,
+    broker: &BrokerAccess,
+    agents: &[AgentLink],
+    own: Option<IpAddr>,
+) -> Vec<(OsString, OsString)> {
+    // Settings of gradwire that this process has hold for all ranks, wherever they run.
+    let mut variables: Vec<(OsString, OsString)> =
+        std::env::vars_os().filter(|(name, _)| name.as_bytes().starts_with(b"GRADWIRE_") && !is_given(name)).collect();
+    let mut set = |name: &str, value: &str| variables.push((name.into(), value.into()));
+    let first = agents.first();
+    let (master, port) = first.map_or_else(
+        || ("127.0.0.1".to_owned(), 0),
+        |agent| (host_address(agent, own), agent.hello.as_ref().map_or(0, |hello| hello.free_port)),
+    );
+    set("WORLD_SIZE", &plan.ranks.to_string());
+    set("MASTER_ADDR", &master);
+    set("MASTER_PORT", &port.to_string());
+    set("GRADWIRE_JOB", &identity.job);
+    set("GRADWIRE_INSTANCE", &identity.instance_hex());
+    set("GRADWIRE_SECRET", &identity.secret.to_hex());
+    set("GRADWIRE_BROKER", &broker.url);
+    if let Some(token) = &broker.token {
+        set("GRADWIRE_BROKER_TOKEN", token);
+    }
+    if let Some(transport) = plan.transport {
+        set("GRADWIRE_TRANSPORT", transport.as_str());
+    }
+    if let Some(wire) = plan.wire {
+        set("GRADWIRE_WIRE", wire.as_str());
+    }
+    variables.extend(plan.env.iter().cloned());
+    variables
+}
+
+/// Whether a variable says what the launcher itself decides: one of another job must not shine through.
+fn is_given(name: &OsString) -> bool {
+    ["GRADWIRE_SECRET_FILE", "GRADWIRE_SSH", "GRADWIRE_REMOTE"].iter().any(|given| name == given)
+}
+
+fn rank_variables(agent: &AgentLink, rank: u32, own: Option<IpAddr>) -> Vec<(String, String)> {
+    let mut variables = vec![
+        ("RANK".to_owned(), rank.to_string()),
+        ("LOCAL_RANK".to_owned(), (rank - agent.placement.first).to_string()),
+        ("LOCAL_WORLD_SIZE".to_owned(), agent.placement.count.to_string()),
+    ];
+    // With several hosts each rank advertises the address under which its host was reached.
+    if own.is_some()
+        && std::env::var_os("GRADWIRE_ADDRESS").is_none()
+        && std::env::var_os("GRADWIRE_INTERFACE").is_none()
+    {
+        let address = host_address(agent, own);
+        if address.parse::<IpAddr>().is_ok() {
+            variables.push(("GRADWIRE_ADDRESS".to_owned(), address));
+        }
+    }
+    variables
+}
+
+/// The address, or else the name, under which the other hosts reach this agent's host.
+fn host_address(agent: &AgentLink, own: Option<IpAddr>) -> String {
+    if agent.placement.local {
+        return own.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)).to_string();
+    }
+    let host = &agent.placement.host;
+    let name = host.rsplit_once('@').map_or(host.as_str(), |(_, name)| name);
+    match agent.hello.as_ref().and_then(ssh_addresses) {
+        Some((_, theirs)) => theirs.to_string(),
+        None => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello(connection: Option<&str>) -> Hello {
+        Hello {
+            version: String::new(),
+            hostname: String::new(),
+            ssh_connection: connection.map(str::to_owned),
+            free_port: 1,
+        }
+    }
+
+    #[test]
+    fn both_ends_of_an_ssh_connection_are_read() {
+        let ends = ssh_addresses(&hello(Some("10.0.0.1 51234 10.0.0.2 22")));
+        assert_eq!(ends, Some((IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]))));
+        for bad in [None, Some(""), Some("10.0.0.1 51234"), Some("x 1 y 2")] {
+            assert_eq!(ssh_addresses(&hello(bad)), None);
+        }
+    }
+
+    #[test]
+    fn identities_differ_and_name_the_job() {
+        let (a, b) = (Identity::fresh(None).unwrap(), Identity::fresh(Some("mine")).unwrap());
+        assert_ne!(a.instance, b.instance);
+        assert!(a.secret != b.secret);
+        assert!(a.job.starts_with("job-"));
+        assert_eq!(b.job, "mine");
+    }
+}

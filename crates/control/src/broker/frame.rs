@@ -1,0 +1,186 @@
+//! Frames of Pulsar's wire protocol: where one ends, and how a message is passed on without touching its bytes.
+//!
+//! A frame is `u32 total | u32 command size | command`, for messages followed by
+//! `u16 0x0e01 | u32 CRC | u32 metadata size | metadata | payload`; integers are big-endian. The part behind the
+//! command, the *tail*, is stored as it came and sent on as it is, so that a consumer checks the CRC that the
+//! producer made.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use pulsar::message::proto::{BaseCommand, CommandMessage, MessageIdData, base_command};
+use pulsar::message::{Codec, Message, Metadata};
+use tokio_util::codec::{Decoder, Encoder};
+
+/// Marks a tail that carries a checksum.
+const TAIL_MAGIC: [u8; 2] = [0x0e, 0x01];
+/// Bytes of the two sizes that every frame starts with.
+const SIZES_BYTES: usize = 8;
+
+/// The link sent what is not a frame. It is closed: where the next frame would start is unknown.
+#[derive(Debug)]
+pub(super) struct BadFrame(pub(super) String);
+
+/// One frame as it came in.
+#[derive(Debug)]
+pub(super) struct Frame {
+    pub(super) command: BaseCommand,
+    pub(super) tail: Option<Tail>,
+}
+
+/// A message's metadata and payload as its producer sent them.
+#[derive(Debug)]
+pub(super) struct Tail {
+    /// Magic, CRC, metadata and payload; verified.
+    pub(super) bytes: Bytes,
+    pub(super) metadata: Metadata,
+    pub(super) payload_bytes: usize,
+}
+
+/// Takes the first frame out of `input`, or nothing if it is not complete yet.
+///
+/// # Errors
+/// When the frame is larger than `frame_bytes_max`, is malformed, or its CRC is wrong.
+pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result<Option<Frame>, BadFrame> {
+    let Some((mut sizes, _)) = input.split_at_checked(SIZES_BYTES) else { return Ok(None) };
+    let total = sizes.get_u32() as usize;
+    let command_bytes = sizes.get_u32() as usize;
+    if total > frame_bytes_max {
+        return Err(BadFrame(format!("a frame of {total} bytes; at most {frame_bytes_max} are allowed here")));
+    }
+    if command_bytes + 4 > total {
+        return Err(BadFrame(format!("a command of {command_bytes} bytes in a frame of {total}")));
+    }
+    if input.len() < total + 4 {
+        return Ok(None);
+    }
+    let mut frame = input.split_to(total + 4);
+    let tail = &frame[SIZES_BYTES + command_bytes..];
+    if !tail.is_empty() && !tail.starts_with(&TAIL_MAGIC) {
+        return Err(BadFrame("a payload without checksum".to_owned()));
+    }
+    // A copy, so that what is stored is exactly as large as what is counted.
+    let tail = Bytes::copy_from_slice(tail);
+    let message = Codec
+        .decode(&mut frame)
+        .map_err(|error| BadFrame(error.to_string()))?
+        .ok_or_else(|| BadFrame("an incomplete frame".to_owned()))?;
+    let tail = message.payload.map(|payload| Tail {
+        bytes: tail,
+        payload_bytes: payload.data.len(),
+        metadata: payload.metadata,
+    });
+    Ok(Some(Frame { command: message.command, tail }))
+}
+
+/// Appends a command without tail.
+pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
+    // Encoding into a growing buffer cannot fail; were it to, the client would time out on its request.
+    if let Err(error) = Codec.encode(Message { command, payload: None }, out) {
+        tracing::error!(%error, "could not encode a reply");
+    }
+}
+
+/// Appends a MESSAGE with the stored tail.
+pub(super) fn put_message(out: &mut BytesMut, consumer_id: u64, id: MessageIdData, tail: &[u8]) {
+    let start = out.len();
+    let message = CommandMessage {
+        consumer_id,
+        message_id: id,
+        redelivery_count: None,
+        ack_set: Vec::new(),
+        consumer_epoch: None,
+    };
+    let command =
+        BaseCommand { r#type: base_command::Type::Message as i32, message: Some(message), ..Default::default() };
+    put_command(out, command);
+    let total = (out.len() - start - 4 + tail.len()) as u32;
+    out[start..start + 4].copy_from_slice(&total.to_be_bytes());
+    out.put_slice(tail);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use pulsar::message::Payload;
+    use pulsar::message::proto::{CommandPing, CommandSend, MessageMetadata};
+
+    use super::*;
+
+    fn send_frame(data: &[u8]) -> BytesMut {
+        let metadata = MessageMetadata { producer_name: "p".to_owned(), sequence_id: 7, ..Default::default() };
+        let command = BaseCommand {
+            r#type: base_command::Type::Send as i32,
+            send: Some(CommandSend { producer_id: 1, sequence_id: 7, ..Default::default() }),
+            ..Default::default()
+        };
+        let mut out = BytesMut::new();
+        Codec.encode(Message { command, payload: Some(Payload { metadata, data: data.to_vec() }) }, &mut out).unwrap();
+        out
+    }
+
+    #[test]
+    fn a_tail_is_passed_on_byte_for_byte() {
+        let mut input = send_frame(b"gradient");
+        let tail = take_frame(&mut input, 1000).unwrap().unwrap().tail.unwrap();
+        assert_eq!((tail.payload_bytes, tail.metadata.sequence_id), (8, 7));
+        let mut out = BytesMut::new();
+        let id = MessageIdData { ledger_id: 3, entry_id: 4, partition: Some(-1), ..Default::default() };
+        put_message(&mut out, 9, id, &tail.bytes);
+        // The client's own decoder accepts it, checksum included.
+        let passed_on = Codec.decode(&mut out).unwrap().unwrap();
+        assert_eq!(passed_on.payload.unwrap().data, b"gradient");
+        assert_eq!(passed_on.command.message.unwrap().message_id.entry_id, 4);
+        assert!(out.is_empty());
+    }
+
+    #[test]
+    fn half_frames_wait_and_whole_ones_are_taken_one_by_one() {
+        let whole = send_frame(b"x");
+        let mut input = BytesMut::new();
+        for (index, byte) in whole.iter().enumerate() {
+            assert!(take_frame(&mut input, 1000).unwrap().is_none(), "after {index} bytes");
+            input.put_u8(*byte);
+        }
+        put_command(
+            &mut input,
+            BaseCommand { r#type: base_command::Type::Ping as i32, ping: Some(CommandPing {}), ..Default::default() },
+        );
+        assert!(take_frame(&mut input, 1000).unwrap().unwrap().command.send.is_some());
+        assert!(take_frame(&mut input, 1000).unwrap().unwrap().command.ping.is_some());
+        assert!(take_frame(&mut input, 1000).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_flipped_bit_in_the_payload_is_found() {
+        let mut input = send_frame(b"gradient");
+        let last = input.len() - 1;
+        input[last] ^= 1;
+        assert!(take_frame(&mut input, 1000).is_err());
+    }
+
+    #[test]
+    fn a_large_size_is_refused_before_its_bytes_come() {
+        let mut input = BytesMut::from(&[0xff, 0xff, 0xff, 0xff, 0, 0, 0, 4][..]);
+        assert!(take_frame(&mut input, 1 << 20).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), small in any::<bool>()) {
+            let mut input = BytesMut::from(&bytes[..]);
+            if small && input.len() >= 4 {
+                // Sizes that fit, so that the rest of the parser is reached.
+                let total = (input.len() - 4) as u32;
+                input[..4].copy_from_slice(&total.to_be_bytes());
+            }
+            while let Ok(Some(_)) = take_frame(&mut input, 1000) {}
+        }
+
+        #[test]
+        fn a_damaged_frame_never_panics(position in 0_usize..60, value in any::<u8>()) {
+            let mut input = send_frame(b"gradient");
+            let position = position % input.len();
+            input[position] = value;
+            let _ = take_frame(&mut input, 1000);
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! A connection to the broker through the `pulsar` crate, with the time-outs that the crate leaves to its callers.
+//!
+//! The crate retries some errors for ever and ends its streams on others. So it is told to retry nothing, every call
+//! gets a time-out, and whoever holds a [`Link`] drops it on the first error and opens a new one.
+
+use std::io::ErrorKind;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::StreamExt;
+use gradwire_proto::{Fault, FaultKind};
+use pulsar::consumer::InitialPosition;
+use pulsar::error::{AuthenticationError, ConnectionError, ConsumerError, ProducerError, ServiceDiscoveryError};
+use pulsar::message::proto::ServerError;
+use pulsar::producer::{Message, SendFuture};
+use pulsar::reader::Reader;
+use pulsar::{
+    ConnectionRetryOptions, ConsumerOptions, Error, OperationRetryOptions, Producer, ProducerOptions, Pulsar,
+    TokioExecutor,
+};
+use tokio::time::timeout;
+
+use crate::job::JobConfig;
+use crate::probe;
+use crate::record::Instance;
+
+/// How long one request to the broker may take.
+const OPERATION_MAX: Duration = Duration::from_secs(5);
+/// How often the broker is asked for a sign of life.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
+/// Why a link could not be opened, or was lost.
+#[derive(Debug)]
+pub(crate) struct LinkError {
+    /// What happened, for people.
+    pub(crate) reason: String,
+    /// Whether it would happen again: a wrong token, a wrong URL.
+    pub(crate) permanent: bool,
+}
+
+impl LinkError {
+    /// The fault that names the broker and the reason.
+    pub(crate) fn into_fault(self, broker_url: &str) -> Fault {
+        let remedy = if self.permanent {
+            "check the broker's URL and token"
+        } else {
+            "is it running, and can this host reach it?"
+        };
+        let detail = format!("the broker at {broker_url} cannot be used: {}; {remedy}", self.reason);
+        Fault::new(FaultKind::BrokerUnreachable, detail)
+    }
+
+    fn timed_out(what: &str, after: Duration) -> Self {
+        let reason = format!("{what} took longer than {} s", after.as_secs_f64());
+        Self { reason, permanent: false }
+    }
+}
+
+impl From<Error> for LinkError {
+    fn from(error: Error) -> Self {
+        Self { permanent: is_permanent(&error), reason: error.to_string() }
+    }
+}
+
+/// A client of the broker.
+pub(crate) struct Client {
+    pulsar: Pulsar<TokioExecutor>,
+    sealed: Arc<AtomicBool>,
+}
+
+/// Shows the token, as long as connections may be made.
+///
+/// The crate reconnects on its own, and then says nothing: a broker that lost its log meanwhile, and with it our
+/// Join, would go unnoticed. It asks for the token at each connection, and gives up where there is none, so this is
+/// where reconnecting is turned off.
+struct Gate {
+    token: Option<String>,
+    sealed: Arc<AtomicBool>,
+}
+
+// The trait is made by `async_trait`; this is what that macro would write.
+impl pulsar::authentication::Authentication for Gate {
+    fn auth_method_name(&self) -> String {
+        if self.token.is_some() { "token" } else { "none" }.to_owned()
+    }
+
+    fn initialize<'a, 'b>(&'a mut self) -> Pin<Box<dyn Future<Output = Result<(), AuthenticationError>> + Send + 'b>>
+    where
+        'a: 'b,
+        Self: 'b,
+    {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn auth_data<'a, 'b>(
+        &'a mut self,
+    ) -> Pin<Box<dyn Future<Output = Result<Vec<u8>, AuthenticationError>> + Send + 'b>>
+    where
+        'a: 'b,
+        Self: 'b,
+    {
+        let data = if self.sealed.load(Ordering::Acquire) {
+            Err(AuthenticationError::Custom("the link was lost".to_owned()))
+        } else {
+            Ok(self.token.clone().unwrap_or_default().into_bytes())
+        };
+        Box::pin(std::future::ready(data))
+    }
+}
+
+impl Client {
+    /// Connects, within `time_max`.
+    pub(crate) async fn connect(config: &JobConfig, time_max: Duration) -> Result<Self, LinkError> {
+        let retry = ConnectionRetryOptions {
+            max_retries: 0,
+            connection_timeout: time_max.min(OPERATION_MAX),
+            keep_alive: KEEP_ALIVE,
+            ..Default::default()
+        };
+        let operation = OperationRetryOptions {
+            operation_timeout: time_max.min(OPERATION_MAX),
+            max_retries: Some(0),
+            ..Default::default()
+        };
+        let sealed = Arc::new(AtomicBool::new(false));
+        let gate = Gate { token: config.broker_token.clone(), sealed: sealed.clone() };
+        let build = Pulsar::builder(config.broker_url.as_str(), TokioExecutor)
+            .with_connection_retry_options(retry)
+            .with_operation_retry_options(operation)
+            .with_auth_provider(Box::new(gate))
+            .build();
+        let error = match timeout(time_max, build).await {
+            Ok(Ok(pulsar)) => return Ok(Self { pulsar, sealed }),
+            Ok(Err(error)) => error.into(),
+            Err(_) => LinkError::timed_out("connecting", time_max),
+        };
+        Err(probe::diagnose(config).await.unwrap_or(error))
+    }
+
+    /// From now on no new connection is made: when one is lost, everything on it fails.
+    fn seal(&self) {
+        self.sealed.store(true, Ordering::Release);
+    }
+
+    /// A reader from the start of a topic, within `time_max`.
+    pub(crate) async fn reader(
+        &self,
+        topic: &str,
+        name: &str,
+        time_max: Duration,
+    ) -> Result<Reader<Vec<u8>, TokioExecutor>, LinkError> {
+        let options = ConsumerOptions::default().durable(false).with_initial_position(InitialPosition::Earliest);
+        let build = self
+            .pulsar
+            .reader()
+            .with_topic(topic)
+            // A name of its own: an exclusive one that a lost link still holds would make us wait.
+            .with_subscription(name)
+            .with_consumer_name(name)
+            .with_options(options)
+            .into_reader();
+        let reader = timeout(time_max, build).await;
+        Ok(reader.map_err(|_| LinkError::timed_out("opening a reader", time_max))??)
+    }
+
+    /// A producer, within `time_max`. Not batched: batches break keyed topics, and records are few.
+    pub(crate) async fn producer(&self, topic: &str, time_max: Duration) -> Result<Producer<TokioExecutor>, LinkError> {
+        // Without a name the broker gives one, so that no lost link can hold it.
+        let options = ProducerOptions { block_queue_if_full: true, ..Default::default() };
+        let build = self.pulsar.producer().with_topic(topic).with_options(options).build();
+        let producer = timeout(time_max, build).await;
+        Ok(producer.map_err(|_| LinkError::timed_out("opening a producer", time_max))??)
+    }
+}
+
+/// What a rank has open at the broker.
+pub(crate) struct Link {
+    pub(crate) reader: Reader<Vec<u8>, TokioExecutor>,
+    control: Producer<TokioExecutor>,
+    versions: Producer<TokioExecutor>,
+    client: Client,
+}
+
+impl Link {
+    /// Opens everything, within `time_max`.
+    pub(crate) async fn open(config: &JobConfig, name: &str, time_max: Duration) -> Result<Self, LinkError> {
+        let client = Client::connect(config, time_max).await?;
+        let (control_topic, versions_topic) = (config.control_topic(), config.versions_topic());
+        let (reader, control, versions) = tokio::try_join!(
+            client.reader(&control_topic, name, time_max),
+            client.producer(&control_topic, time_max),
+            client.producer(&versions_topic, time_max),
+        )?;
+        client.seal();
+        Ok(Self { reader, control, versions, client })
+    }
+
+    /// Hands a record of the control log to the broker. The receipt comes later.
+    pub(crate) async fn append(&mut self, payload: Vec<u8>) -> Result<SendFuture, LinkError> {
+        send(&mut self.control, Message { payload, ..Default::default() }).await
+    }
+
+    /// Hands a part of a version record to the broker. The receipt comes later.
+    pub(crate) async fn publish(&mut self, key: String, payload: Vec<u8>) -> Result<SendFuture, LinkError> {
+        send(&mut self.versions, Message { payload, partition_key: Some(key), ..Default::default() }).await
+    }
+
+    /// Opens the producer of version records again, after it failed.
+    pub(crate) async fn reopen_versions(&mut self, config: &JobConfig) -> Result<(), LinkError> {
+        self.versions = self.client.producer(&config.versions_topic(), OPERATION_MAX).await?;
+        Ok(())
+    }
+
+    /// The next message of the control log.
+    pub(crate) async fn next(&mut self) -> Result<Vec<u8>, LinkError> {
+        next(&mut self.reader).await
+    }
+}
+
+/// The next message of a topic. Its end is an error: topics of a job do not end.
+pub(crate) async fn next(reader: &mut Reader<Vec<u8>, TokioExecutor>) -> Result<Vec<u8>, LinkError> {
+    match reader.next().await {
+        Some(Ok(message)) => Ok(message.payload.data),
+        Some(Err(error)) => Err(error.into()),
+        None => Err(LinkError { reason: "the broker closed the link".to_owned(), permanent: false }),
+    }
+}
+
+/// Waits for a receipt, but not for ever: without one the message may or may not be there.
+pub(crate) async fn receipt(sent: SendFuture) -> Result<(), LinkError> {
+    let receipt = timeout(OPERATION_MAX, sent).await;
+    receipt.map_err(|_| LinkError::timed_out("a receipt", OPERATION_MAX))??;
+    Ok(())
+}
+
+async fn send(producer: &mut Producer<TokioExecutor>, message: Message) -> Result<SendFuture, LinkError> {
+    let sent = timeout(OPERATION_MAX, producer.send_non_blocking(message)).await;
+    Ok(sent.map_err(|_| LinkError::timed_out("sending", OPERATION_MAX))??)
+}
+
+/// A name that no other consumer of this job has.
+pub(crate) fn unique_name(instance: &Instance, rank: u32, unique: &[u8]) -> String {
+    format!("gradwire-{}-{rank}-{}", gradwire_proto::secret::hex(&instance[..4]), gradwire_proto::secret::hex(unique))
+}
+
+fn is_permanent(error: &Error) -> bool {
+    let connection = match error {
+        Error::Connection(error)
+        | Error::Consumer(ConsumerError::Connection(error))
+        | Error::Producer(ProducerError::Connection(error))
+        | Error::ServiceDiscovery(ServiceDiscoveryError::Connection(error)) => error,
+        Error::Authentication(_) | Error::Custom(_) => return true,
+        Error::ServiceDiscovery(ServiceDiscoveryError::Query(Some(error), _)) => return is_refusal(*error),
+        _ => return false,
+    };
+    match connection {
+        ConnectionError::PulsarError(Some(error), _) => is_refusal(*error),
+        ConnectionError::Authentication(_) | ConnectionError::SocketAddr(_) | ConnectionError::Tls(_) => true,
+        ConnectionError::Io(error) => matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported),
+        _ => false,
+    }
+}
+
+/// Whether the broker would say the same again.
+pub(crate) fn is_refusal(error: ServerError) -> bool {
+    matches!(
+        error,
+        ServerError::AuthenticationError
+            | ServerError::AuthorizationError
+            | ServerError::InvalidTopicName
+            | ServerError::NotAllowedError
+            | ServerError::TopicTerminatedError
+            | ServerError::TopicNotFound
+    )
+}

@@ -1,0 +1,232 @@
+//! The control plane as the runtime sees it: plain calls, none of which waits for the broker unless it says so.
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use gradwire_proto::limits::WORLD_SIZE_MAX;
+use gradwire_proto::member::Endpoint;
+use gradwire_proto::{Fault, FaultKind, Rank};
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+use crate::job::JobConfig;
+use crate::record::VersionRecord;
+use crate::rendezvous::{ControlEvent, Me, Membership};
+use crate::versions::{self, Publisher};
+use crate::worker::{Shared, Worker, random_id};
+
+/// Beyond its deadline, how long the thread may take to say how joining ended.
+const OUTCOME_SLACK: Duration = Duration::from_secs(3);
+/// How long a dropped control plane may take to say that it leaves.
+const DROP_MAX: Duration = Duration::from_millis(500);
+/// Most reports that wait to be written.
+const REPORTS_MAX: usize = 64;
+
+/// What a rank needs to join.
+#[derive(Clone, Debug)]
+pub struct JoinRequest {
+    /// The job.
+    pub config: JobConfig,
+    /// The rank of this process.
+    pub rank: Rank,
+    /// How many ranks the job has.
+    pub world_size: u32,
+    /// Where this rank can be reached.
+    pub endpoint: Endpoint,
+    /// How long joining may take.
+    pub deadline: Duration,
+}
+
+/// A rank's part in the control plane. Dropping it leaves the job, within half a second.
+pub struct ControlPlane {
+    shared: Arc<Shared>,
+    publisher: Publisher,
+    reports: mpsc::Sender<Fault>,
+    leave: watch::Sender<Option<Instant>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl fmt::Debug for ControlPlane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ControlPlane").field("publisher", &self.publisher).finish_non_exhaustive()
+    }
+}
+
+impl ControlPlane {
+    /// Joins the job: waits until all ranks have joined and agreed on the members of epoch 1.
+    ///
+    /// # Errors
+    /// Within the deadline, and on every living rank that reads the log:
+    /// [`FaultKind::InvalidArgument`] for a rank or world size that cannot be;
+    /// [`FaultKind::BrokerUnreachable`] when the broker cannot be reached, or refuses us;
+    /// [`FaultKind::WorldMismatch`] when ranks disagree on their number, or two processes have one rank;
+    /// [`FaultKind::ProtocolVersion`] when a rank runs another version;
+    /// [`FaultKind::SecretMismatch`] on the rank whose secret is another one than that of all others;
+    /// [`FaultKind::JobNameTaken`] when another job of this name lives;
+    /// [`FaultKind::RankLeft`] or what it reported, when a rank gave up;
+    /// [`FaultKind::DeadlineExceeded`] that names the ranks which have not joined.
+    pub fn join(request: JoinRequest) -> Result<(Self, Membership), Fault> {
+        check(&request)?;
+        let JoinRequest { config, rank, world_size, endpoint, deadline } = request;
+        let me = Me {
+            job: config.job.to_string(),
+            instance: config.instance,
+            rank,
+            world_size,
+            endpoint,
+            join_id: random_id(),
+        };
+        let broker_url = config.broker_url.clone();
+        let (publisher, outbox) = versions::queue();
+        let (reports, reports_receiver) = mpsc::channel(REPORTS_MAX);
+        let (leave, leave_receiver) = watch::channel(None);
+        let (joined, outcome) = sync_channel(1);
+        let shared = Arc::new(Shared::default());
+        let worker = Worker {
+            config,
+            me,
+            deadline: Instant::now() + deadline,
+            deadline_after: deadline,
+            outbox,
+            reports: reports_receiver,
+            leave: leave_receiver,
+            shared: shared.clone(),
+            joined,
+        };
+        let thread = spawn(worker)?;
+        let plane = Self { shared, publisher, reports, leave, thread: Mutex::new(Some(thread)) };
+        // From here on, dropping `plane` ends the thread.
+        match outcome.recv_timeout(deadline + OUTCOME_SLACK) {
+            Ok(Ok(membership)) => Ok((plane, membership)),
+            Ok(Err(fault)) => Err(fault),
+            Err(RecvTimeoutError::Timeout) => {
+                let detail = format!(
+                    "joining did not end by its deadline; the broker at {broker_url} or this machine is overloaded"
+                );
+                Err(Fault::new(FaultKind::DeadlineExceeded, detail))
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(Fault::new(FaultKind::System, "the control plane's thread ended unexpectedly; look at its output"))
+            }
+        }
+    }
+
+    /// Queues a version record to be written behind the step. Never waits. False if it was dropped: too many wait
+    /// already, since the broker is slow or away. Dropped records are counted by
+    /// [`ControlPlane::versions_dropped`].
+    pub fn publish_version(&self, record: VersionRecord) -> bool {
+        self.publisher.publish(record)
+    }
+
+    /// How many version records were dropped.
+    #[must_use]
+    pub fn versions_dropped(&self) -> u64 {
+        self.publisher.dropped()
+    }
+
+    /// How many records of this launch were ignored, because they did not verify or were malformed.
+    #[must_use]
+    pub fn records_rejected(&self) -> u64 {
+        self.shared.records_rejected.load(Ordering::Relaxed)
+    }
+
+    /// How often the link to the broker was lost, or could not be opened.
+    #[must_use]
+    pub fn links_lost(&self) -> u64 {
+        self.shared.links_lost.load(Ordering::Relaxed)
+    }
+
+    /// Tells the other ranks of a fault that ends the job. Does not wait; dropped if very many wait already.
+    pub fn report(&self, fault: &Fault) {
+        if self.reports.try_send(fault.clone()).is_err() {
+            tracing::warn!(%fault, "a report was dropped: too many wait for the broker");
+        }
+    }
+
+    /// The next event that another rank made known. Does not wait; cheap when there is none.
+    pub fn event(&self) -> Option<ControlEvent> {
+        self.shared.take_event()
+    }
+
+    /// Sets what is called, on the control plane's thread, after an event was queued: at once if one waits already.
+    /// It must not block.
+    pub fn set_waker(&self, waker: impl Fn() + Send + Sync + 'static) {
+        self.shared.set_waker(Arc::new(waker));
+    }
+
+    /// Waits until the broker has every version record that was accepted so far.
+    ///
+    /// # Errors
+    /// [`FaultKind::DeadlineExceeded`] that says how many it has not; they stay queued.
+    pub fn flush(&self, timeout: Duration) -> Result<(), Fault> {
+        self.publisher.wait(timeout).map_err(|missing| {
+            let detail = format!(
+                "the broker has not taken {missing} version records within {} s: is it running and not full?",
+                timeout.as_secs_f64()
+            );
+            Fault::new(FaultKind::DeadlineExceeded, detail)
+        })
+    }
+
+    /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done
+    /// or the time is over.
+    pub fn leave(&self, timeout: Duration) {
+        self.end(timeout);
+    }
+
+    fn end(&self, timeout: Duration) {
+        let by = Instant::now() + timeout;
+        self.leave.send_if_modified(|leave| {
+            let first = leave.is_none();
+            leave.get_or_insert(by);
+            first
+        });
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::error!("the control plane's thread panicked");
+        }
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        self.end(DROP_MAX);
+    }
+}
+
+fn check(request: &JoinRequest) -> Result<(), Fault> {
+    let JoinRequest { rank, world_size, .. } = request;
+    if *world_size == 0 || *world_size > WORLD_SIZE_MAX {
+        let detail = format!("a world size of {world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks");
+        return Err(Fault::new(FaultKind::InvalidArgument, detail));
+    }
+    if rank.0 >= *world_size {
+        let detail = format!("{rank} in a job of {world_size} ranks: ranks count from 0");
+        return Err(Fault::new(FaultKind::InvalidArgument, detail).at(*rank));
+    }
+    Ok(())
+}
+
+fn spawn(worker: Worker) -> Result<JoinHandle<()>, Fault> {
+    let system = |error: std::io::Error| {
+        Fault::new(FaultKind::System, format!("the control plane gets no thread or event loop: {error}"))
+    };
+    std::thread::Builder::new()
+        .name("gradwire-control".to_owned())
+        // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
+        .spawn(move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => {
+                runtime.block_on(worker.run());
+                // Closes the sockets, and with them all that the broker holds for this rank.
+                runtime.shutdown_background();
+            }
+            Err(error) => drop(worker.joined.try_send(Err(system(error)))),
+        })
+        .map_err(system)
+}

@@ -1,0 +1,303 @@
+//! The embedded broker by raw bytes: what a client sends that is wrong, half, or not Pulsar at all.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
+mod common;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+use common::*;
+use gradwire_control::{BrokerConfig, EmbeddedBroker};
+use pulsar::message::proto::{
+    BaseCommand, CommandCloseConsumer, CommandConnect, CommandFlow, CommandGetSchema, CommandLookupTopic,
+    CommandNewTxn, CommandPing, CommandProducer, CommandSend, CommandSubscribe, MessageMetadata, ServerError,
+    base_command::Type,
+};
+use pulsar::message::{Codec, Message, Payload};
+use tokio_util::codec::{Decoder, Encoder};
+
+/// A client that says what a test wants it to.
+struct Raw {
+    stream: TcpStream,
+    input: BytesMut,
+}
+
+impl Raw {
+    fn open(broker: &EmbeddedBroker) -> Self {
+        let stream = TcpStream::connect(broker.address()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self { stream, input: BytesMut::new() }
+    }
+
+    fn connected(broker: &EmbeddedBroker) -> Self {
+        let mut raw = Self::open(broker);
+        let connected = raw.ask(connect(None)).connected.unwrap();
+        assert_eq!(connected.max_message_size, Some(5 << 20));
+        assert_eq!(connected.protocol_version, Some(12));
+        raw
+    }
+
+    fn say(&mut self, command: BaseCommand) {
+        self.stream.write_all(&bytes(command, None)).unwrap();
+    }
+
+    fn ask(&mut self, command: BaseCommand) -> BaseCommand {
+        self.say(command);
+        self.hear().expect("an answer").command
+    }
+
+    /// The next frame; nothing when the broker closed the link.
+    fn hear(&mut self) -> Option<Message> {
+        loop {
+            if let Some(message) = Codec.decode(&mut self.input).unwrap() {
+                return Some(message);
+            }
+            let mut buffer = [0; 4096];
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return None,
+                Ok(count) => self.input.extend_from_slice(&buffer[..count]),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                Err(error) => panic!("the broker neither answers nor closes: {error}"),
+            }
+        }
+    }
+}
+
+fn command(kind: Type) -> BaseCommand {
+    BaseCommand { r#type: kind as i32, ..Default::default() }
+}
+
+fn connect(token: Option<&str>) -> BaseCommand {
+    let connect = CommandConnect {
+        client_version: "test".to_owned(),
+        protocol_version: Some(12),
+        auth_method_name: token.map(|_| "token".to_owned()),
+        auth_data: token.map(|token| token.as_bytes().to_vec()),
+        ..Default::default()
+    };
+    BaseCommand { connect: Some(connect), ..command(Type::Connect) }
+}
+
+fn ping() -> BaseCommand {
+    BaseCommand { ping: Some(CommandPing {}), ..command(Type::Ping) }
+}
+
+fn subscribe(topic: &str) -> BaseCommand {
+    let subscribe = CommandSubscribe {
+        topic: topic.to_owned(),
+        subscription: "s".to_owned(),
+        consumer_id: 3,
+        request_id: 4,
+        durable: Some(false),
+        initial_position: Some(1),
+        ..Default::default()
+    };
+    BaseCommand { subscribe: Some(subscribe), ..command(Type::Subscribe) }
+}
+
+fn producer(topic: &str) -> BaseCommand {
+    let producer = CommandProducer { topic: topic.to_owned(), producer_id: 1, request_id: 2, ..Default::default() };
+    BaseCommand { producer: Some(producer), ..command(Type::Producer) }
+}
+
+fn send(sequence_id: u64, data: Vec<u8>) -> BytesMut {
+    let metadata =
+        MessageMetadata { producer_name: "p".to_owned(), sequence_id, publish_time: 1, ..Default::default() };
+    let send = CommandSend { producer_id: 1, sequence_id, ..Default::default() };
+    bytes(BaseCommand { send: Some(send), ..command(Type::Send) }, Some(Payload { metadata, data }))
+}
+
+fn bytes(command: BaseCommand, payload: Option<Payload>) -> BytesMut {
+    let mut out = BytesMut::new();
+    Codec.encode(Message { command, payload }, &mut out).unwrap();
+    out
+}
+
+#[test]
+fn garbage_costs_the_sender_its_link_only() {
+    let broker = embedded_broker();
+    let mut good = Raw::connected(&broker);
+    let frames: [&[u8]; 6] = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        &[0xff; 64],
+        &[0; 64],
+        b"\0\0\0\x08\0\0\0\x04abcd",
+        b"\0\0\0\x10\0\0\xff\xffabcdabcdabcd",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ];
+    for garbage in frames {
+        for connected in [false, true] {
+            let mut bad = if connected { Raw::connected(&broker) } else { Raw::open(&broker) };
+            bad.stream.write_all(garbage).unwrap();
+            // What follows is never looked at.
+            let _ = bad.stream.write_all(&bytes(ping(), None));
+            assert!(bad.hear().is_none(), "{garbage:?} was answered");
+        }
+    }
+    assert!(good.ask(ping()).pong.is_some());
+}
+
+#[test]
+fn before_connect_nothing_is_answered() {
+    let broker = embedded_broker();
+    for first in [ping(), subscribe("t"), producer("t")] {
+        let mut raw = Raw::open(&broker);
+        raw.say(first);
+        assert!(raw.hear().is_none());
+    }
+}
+
+#[test]
+fn a_wrong_token_gets_an_error_and_the_link_closes() {
+    let broker = EmbeddedBroker::start(BrokerConfig { token: Some("right".to_owned()), ..local() }).unwrap();
+    for token in [None, Some(""), Some("wrong"), Some("right ")] {
+        let mut raw = Raw::open(&broker);
+        let error = raw.ask(connect(token)).error.unwrap();
+        assert_eq!(error.error, ServerError::AuthenticationError as i32);
+        assert!(raw.hear().is_none());
+    }
+    assert!(Raw::open(&broker).ask(connect(Some("right"))).connected.is_some());
+}
+
+#[test]
+fn links_that_show_no_token_are_bounded_in_number_size_and_time() {
+    let config = BrokerConfig { pending_links_max: 8, connect_timeout: Duration::from_millis(500), ..local() };
+    let broker = EmbeddedBroker::start(config).unwrap();
+    // A frame that would be fine later is too large now.
+    let mut large = Raw::open(&broker);
+    large.stream.write_all(&(64_u32 << 10).to_be_bytes()).unwrap();
+    large.stream.write_all(&[0; 4]).unwrap();
+    assert!(large.hear().is_none());
+    let started = Instant::now();
+    let mut idle: Vec<_> = (0..40).map(|_| Raw::open(&broker)).collect();
+    for raw in &mut idle {
+        assert!(raw.hear().is_none());
+    }
+    assert!(started.elapsed() < PATIENCE);
+    // Their places are free again.
+    eventually("a place", || {
+        let mut raw = Raw::open(&broker);
+        raw.stream.write_all(&bytes(connect(None), None)).ok()?;
+        raw.hear()
+    });
+}
+
+#[test]
+fn a_frame_may_come_byte_by_byte() {
+    let broker = embedded_broker();
+    let mut raw = Raw::open(&broker);
+    for byte in bytes(connect(None), None) {
+        raw.stream.write_all(&[byte]).unwrap();
+    }
+    assert!(raw.hear().unwrap().command.connected.is_some());
+}
+
+#[test]
+fn many_idle_links_disturb_nobody() {
+    let broker = embedded_broker();
+    let mut idle: Vec<_> = (0..300).map(|_| Raw::connected(&broker)).collect();
+    assert!(Raw::connected(&broker).ask(ping()).pong.is_some());
+    assert!(idle[299].ask(ping()).pong.is_some());
+}
+
+#[test]
+fn a_silent_client_is_asked_and_then_given_up() {
+    let config = BrokerConfig { keep_alive: Duration::from_millis(100), ..local() };
+    let broker = EmbeddedBroker::start(config).unwrap();
+    let mut raw = Raw::connected(&broker);
+    assert!(raw.hear().unwrap().command.ping.is_some());
+    assert!(raw.ask(ping()).pong.is_some(), "any command is a sign of life");
+    assert!(raw.hear().unwrap().command.ping.is_some());
+    assert!(raw.hear().is_none());
+}
+
+#[test]
+fn permits_bound_what_is_sent_and_messages_pass_unchanged() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    assert!(raw.ask(producer("t")).producer_success.is_some());
+    for sequence_id in 0..5 {
+        raw.stream.write_all(&send(sequence_id, vec![sequence_id as u8; 3])).unwrap();
+        let receipt = raw.hear().unwrap().command.send_receipt.unwrap();
+        assert_eq!((receipt.sequence_id, receipt.message_id.unwrap().entry_id), (sequence_id, sequence_id));
+    }
+    assert!(raw.ask(subscribe("t")).success.is_some());
+    let flow = CommandFlow { consumer_id: 3, message_permits: 2 };
+    raw.say(BaseCommand { flow: Some(flow), ..command(Type::Flow) });
+    for number in 0..2 {
+        let message = raw.hear().unwrap();
+        assert_eq!(message.command.message.unwrap().message_id.entry_id, number);
+        assert_eq!(message.payload.unwrap().data, vec![number as u8; 3]);
+    }
+    // No third one: the next thing that is heard is the answer to this.
+    assert!(raw.ask(ping()).pong.is_some());
+    let close = CommandCloseConsumer { consumer_id: 3, request_id: 9 };
+    let closed = raw.ask(BaseCommand { close_consumer: Some(close), ..command(Type::CloseConsumer) });
+    assert_eq!(closed.success.unwrap().request_id, 9);
+}
+
+#[test]
+fn a_client_that_reads_nothing_holds_no_memory_and_gets_everything_later() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    assert!(raw.ask(producer("t")).producer_success.is_some());
+    for sequence_id in 0..30 {
+        raw.stream.write_all(&send(sequence_id, vec![7; 1 << 20])).unwrap();
+        assert!(raw.hear().unwrap().command.send_receipt.is_some());
+    }
+    let mut slow = Raw::connected(&broker);
+    assert!(slow.ask(subscribe("t")).success.is_some());
+    let flow = CommandFlow { consumer_id: 3, message_permits: 1000 };
+    slow.say(BaseCommand { flow: Some(flow), ..command(Type::Flow) });
+    // Others are served meanwhile.
+    assert!(raw.ask(ping()).pong.is_some());
+    for number in 0..30 {
+        assert_eq!(slow.hear().unwrap().command.message.unwrap().message_id.entry_id, number);
+    }
+}
+
+#[test]
+fn a_message_over_the_limit_is_refused_and_the_link_goes_on() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    assert!(raw.ask(producer("t")).producer_success.is_some());
+    raw.stream.write_all(&send(0, vec![0; (5 << 20) + 1])).unwrap();
+    let error = raw.hear().unwrap().command.send_error.unwrap();
+    assert_eq!((error.sequence_id, error.error), (0, ServerError::NotAllowedError as i32));
+    raw.stream.write_all(&send(1, vec![0; 5 << 20])).unwrap();
+    assert!(raw.hear().unwrap().command.send_receipt.is_some());
+    // A producer that is not there.
+    let mut other = Raw::connected(&broker);
+    other.stream.write_all(&send(0, vec![0; 1])).unwrap();
+    assert!(other.hear().unwrap().command.send_error.is_some());
+}
+
+#[test]
+fn what_the_broker_does_not_know_is_answered_with_an_error() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    let txn = CommandNewTxn { request_id: 77, ..Default::default() };
+    let error = raw.ask(BaseCommand { new_txn: Some(txn), ..command(Type::NewTxn) }).error.unwrap();
+    assert_eq!((error.request_id, error.error), (77, ServerError::NotAllowedError as i32));
+    let schema = CommandGetSchema { request_id: 78, topic: "t".to_owned(), ..Default::default() };
+    let answer = raw.ask(BaseCommand { get_schema: Some(schema), ..command(Type::GetSchema) });
+    assert_eq!(answer.get_schema_response.unwrap().request_id, 78);
+    let close = CommandCloseConsumer { consumer_id: 5, request_id: 79 };
+    assert!(raw.ask(BaseCommand { close_consumer: Some(close), ..command(Type::CloseConsumer) }).success.is_some());
+    let lookup = CommandLookupTopic { topic: "a/b".to_owned(), request_id: 80, ..Default::default() };
+    let answer = raw.ask(BaseCommand { lookup_topic: Some(lookup), ..command(Type::Lookup) });
+    assert_eq!(answer.lookup_topic_response.unwrap().error, Some(ServerError::InvalidTopicName as i32));
+}
+
+#[test]
+fn stopping_ends_every_link_promptly() {
+    let broker = embedded_broker();
+    let mut links: Vec<_> = (0..20).map(|_| Raw::connected(&broker)).collect();
+    broker.stop();
+    for link in &mut links {
+        assert!(link.hear().is_none());
+    }
+}

@@ -1,0 +1,252 @@
+//! Joining a job: place, rendezvous, links, engine.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gradwire_control::{ControlEvent, ControlPlane, JobConfig, JobName, JoinRequest};
+use gradwire_proto::frame::JobTag;
+use gradwire_proto::hello::HelloParams;
+use gradwire_proto::session::{SessionConfig, Timing};
+use gradwire_proto::{Epoch, Fault, FaultKind, Secret, Step, WireFormat};
+use gradwire_transport::Transport;
+use gradwire_transport::establish::{ListenConfig, Listeners};
+use gradwire_transport::mesh::{Choice, MeshConfig};
+
+use crate::driver::Driver;
+use crate::engine::{Engine, EngineConfig};
+use crate::env::{Guard, Place};
+use crate::group::{Group, Identity};
+use crate::types::{Integrity, TransportChoice};
+
+/// How long joining and each operation may take, unless something else is said.
+const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
+/// Longer deadlines are taken as this: a year.
+const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How to join a job. Everything has a default; the environment says the rest.
+#[derive(Debug)]
+pub struct Builder {
+    place: Option<Place>,
+    transport: TransportChoice,
+    wire: WireFormat,
+    integrity: Integrity,
+    deadline: Duration,
+    first_step: Step,
+}
+
+impl Builder {
+    /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
+    /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
+    /// all) and `GRADWIRE_DEADLINE_MS` as defaults.
+    ///
+    /// # Errors
+    /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
+    pub fn from_env() -> Result<Self, Fault> {
+        let deadline = match variable("GRADWIRE_DEADLINE_MS") {
+            None => DEADLINE_DEFAULT,
+            Some(text) => text
+                .parse()
+                .map(Duration::from_millis)
+                .map_err(|_| wrong("GRADWIRE_DEADLINE_MS", &text, "a number of milliseconds"))?,
+        };
+        let transport = match variable("GRADWIRE_TRANSPORT") {
+            None => TransportChoice::default(),
+            Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_TRANSPORT", &text, "auto, shm or tcp"))?,
+        };
+        let wire = match variable("GRADWIRE_WIRE") {
+            None => WireFormat::default(),
+            Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_WIRE", &text, "fp32, fp16 or bf16"))?,
+        };
+        let integrity = match variable("GRADWIRE_INTEGRITY").as_deref() {
+            None | Some("links") => Integrity::Links,
+            Some("all") => Integrity::All,
+            Some(text) => return Err(wrong("GRADWIRE_INTEGRITY", text, "links or all")),
+        };
+        let place = crate::env::from_process(deadline)?;
+        Ok(Self { place: Some(place), transport, wire, integrity, deadline, first_step: Step(0) })
+    }
+
+    /// Which links to use between ranks.
+    #[must_use]
+    pub const fn transport(mut self, transport: TransportChoice) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// How f32 tensors travel. Must be the same on every rank.
+    #[must_use]
+    pub const fn wire(mut self, wire: WireFormat) -> Self {
+        self.wire = wire;
+        self
+    }
+
+    /// Which payloads are checked.
+    #[must_use]
+    pub const fn integrity(mut self, integrity: Integrity) -> Self {
+        self.integrity = integrity;
+        self
+    }
+
+    /// How long joining, declaring and each operation may take: 30 seconds by default, a year at most. When it is over,
+    /// every rank gets a fault that names who was missing.
+    #[must_use]
+    pub const fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The step that operations and commits count from: that of the checkpoint in a resumed job. Must be the same on
+    /// every rank.
+    #[must_use]
+    pub const fn first_step(mut self, step: Step) -> Self {
+        self.first_step = step;
+        self
+    }
+
+    /// Joins the job. Every rank must do so before the deadline.
+    ///
+    /// # Errors
+    /// A [`Fault`] that names the rank, address or broker that was wrong or missing, and what to do; within the deadline,
+    /// and at once where it is known at once. Nothing of this rank is left behind then.
+    pub fn connect(mut self) -> Result<Group, Fault> {
+        self.deadline = self.deadline.min(DEADLINE_MAX);
+        let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
+        let deadline = Instant::now() + self.deadline;
+        let crowded = thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get());
+        let listeners =
+            Listeners::bind(&ListenConfig { address: place.address, port: 0, interface: place.interface.clone() })?;
+        let (control, epoch, members) = if place.world_size == 1 {
+            (None, Epoch(1), vec![listeners.endpoint().clone()])
+        } else {
+            let request = join_request(&place, &listeners, self.deadline)?;
+            let (control, membership) = ControlPlane::join(request)?;
+            (Some(Arc::new(control)), membership.epoch, membership.members)
+        };
+        let hello = HelloParams {
+            secret: place.secret.clone(),
+            job: job_tag(&place.secret, &place.instance),
+            epoch,
+            rank: place.rank,
+            world_size: place.world_size,
+        };
+        let mesh = MeshConfig {
+            hello: hello.clone(),
+            members,
+            choice: match self.transport {
+                TransportChoice::Auto => Choice::Auto,
+                TransportChoice::Shm => Choice::Shm,
+                TransportChoice::Tcp => Choice::Tcp,
+            },
+            deadline: deadline.saturating_duration_since(Instant::now()),
+        };
+        let stop = || control.as_ref().and_then(|control| failure(control));
+        let links = listeners.connect(&mesh, &stop).inspect_err(|fault| {
+            // The others wait for links that will not come: they are told why.
+            if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none()) {
+                control.report(fault);
+            }
+        })?;
+        let mut guard = place.guard;
+        guard.all_joined();
+        let config = SessionConfig {
+            rank: place.rank,
+            world_size: place.world_size,
+            epoch,
+            job: hello.job,
+            first_step: self.first_step,
+            timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
+        };
+        self.assemble(config, Box::new(links), control, Some(guard), crowded)
+    }
+
+    /// A group over links that are up.
+    fn assemble(
+        &self,
+        config: SessionConfig,
+        transport: Box<dyn Transport>,
+        control: Option<Arc<ControlPlane>>,
+        guard: Option<Guard>,
+        crowded: bool,
+    ) -> Result<Group, Fault> {
+        let identity = Identity {
+            rank: config.rank,
+            world_size: config.world_size,
+            epoch: config.epoch,
+            wire: self.wire,
+            deadline: self.deadline,
+            first_step: self.first_step,
+        };
+        let engine = Engine::new(EngineConfig { session: config, integrity: self.integrity }, transport);
+        let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
+        Group::new(identity, driver, thread, control, guard)
+    }
+
+    /// A group over links that a test made: no place, no broker.
+    #[cfg(test)]
+    pub(crate) fn over(self, rank: u32, world_size: u32, transport: Box<dyn Transport>) -> Result<Group, Fault> {
+        let timing = Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() };
+        let config = SessionConfig {
+            rank: gradwire_proto::Rank(rank),
+            world_size,
+            epoch: Epoch(1),
+            job: JobTag([7; 16]),
+            first_step: self.first_step,
+            timing,
+        };
+        self.assemble(config, transport, None, None, true)
+    }
+
+    /// Defaults, for [`Builder::over`].
+    #[cfg(test)]
+    pub(crate) fn for_tests() -> Self {
+        Self {
+            place: None,
+            transport: TransportChoice::Auto,
+            wire: WireFormat::Fp32,
+            integrity: Integrity::Links,
+            deadline: Duration::from_secs(10),
+            first_step: Step(0),
+        }
+    }
+}
+
+fn join_request(place: &Place, listeners: &Listeners, deadline: Duration) -> Result<JoinRequest, Fault> {
+    let broker = place.broker.clone().ok_or_else(|| {
+        Fault::new(FaultKind::BrokerUnreachable, "no broker was given: set GRADWIRE_BROKER to its URL on every rank")
+    })?;
+    let job = JobName::new(place.job.as_str())?;
+    let mut config = JobConfig::new(job, place.instance, place.secret.clone(), broker.url);
+    config.broker_token = broker.token;
+    Ok(JoinRequest {
+        config,
+        rank: place.rank,
+        world_size: place.world_size,
+        endpoint: listeners.endpoint().clone(),
+        deadline,
+    })
+}
+
+/// A failure that another rank reported.
+fn failure(control: &ControlPlane) -> Option<Fault> {
+    std::iter::from_fn(|| control.event()).find_map(|event| match event {
+        ControlEvent::Failed(fault) => Some(fault),
+        _ => None,
+    })
+}
+
+/// What binds frames to the job: nobody without the secret can know it.
+fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
+    let proof = secret.proof("gradwire job tag", &[instance]);
+    let mut tag = [0; 16];
+    tag.copy_from_slice(&proof[..16]);
+    JobTag(tag)
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn wrong(name: &str, value: &str, expected: &str) -> Fault {
+    Fault::new(FaultKind::InvalidArgument, format!("{name} is '{value}', but must be {expected}"))
+}

@@ -1,0 +1,356 @@
+//! Who drives the engine: whoever waits, and a background thread when nobody does.
+//!
+//! The engine is a baton. It lies in a slot, or one thread has it and drives. A thread that waits for a result takes
+//! it if it lies there; if the background thread has it, that one hands it over; if another waiting thread has it,
+//! that one drives for both and wakes the others when something ends. Neither the baton nor submissions use a lock.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::ArrayQueue;
+use gradwire_control::{ControlEvent, ControlPlane};
+use gradwire_proto::{Fault, FaultKind, TensorId};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::engine::{Engine, Submission};
+
+/// Operations that can be handed over before the engine takes them up.
+const SUBMISSIONS_MAX: usize = 4096;
+/// Threads that can wait at the same time without polling.
+const WAITERS_MAX: usize = 256;
+/// The background thread looks after an idle engine this soon after a waiting thread let go of it.
+const TAKEOVER: Duration = Duration::from_millis(1);
+/// While waiting threads keep using the engine, it looks less and less often, down to this.
+const TAKEOVER_MAX: Duration = Duration::from_millis(16);
+/// A thread that waits for the baton looks again after this long, in case its wake-up went elsewhere.
+const BATON_RECHECK: Duration = Duration::from_millis(20);
+
+/// The engine's baton, and what threads say to whoever has it.
+pub(crate) struct Driver {
+    engine: ArrayQueue<Box<Engine>>,
+    submissions: ArrayQueue<Submission>,
+    faults: ArrayQueue<Fault>,
+    waiters: ArrayQueue<Thread>,
+    /// Threads that want the baton.
+    wanted: AtomicU32,
+    /// How often a waiting thread took the baton.
+    uses: AtomicU64,
+    /// Whoever has the baton sleeps, or is about to.
+    sleeping: AtomicBool,
+    stop: AtomicBool,
+    doorbell: OwnedFd,
+    control: Option<Arc<ControlPlane>>,
+    control_rang: AtomicBool,
+    spin: Duration,
+    background: std::sync::OnceLock<Thread>,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver").field("wanted", &self.wanted).finish_non_exhaustive()
+    }
+}
+
+impl Driver {
+    /// Puts the engine into its slot and starts the background thread. `crowded`: there are more ranks than cores on
+    /// this machine, so that spinning would take time from those who have work.
+    pub(crate) fn start(
+        engine: Engine,
+        control: Option<Arc<ControlPlane>>,
+        crowded: bool,
+    ) -> Result<(Arc<Self>, JoinHandle<()>), Fault> {
+        let system = |what: &str, error: std::io::Error| Fault::new(FaultKind::System, format!("{what}: {error}"));
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| system("no event descriptor could be had; raise the limit on open files", errno.into()))?;
+        let driver = Arc::new(Self {
+            engine: ArrayQueue::new(1),
+            submissions: ArrayQueue::new(SUBMISSIONS_MAX),
+            faults: ArrayQueue::new(16),
+            waiters: ArrayQueue::new(WAITERS_MAX),
+            wanted: AtomicU32::new(0),
+            uses: AtomicU64::new(0),
+            sleeping: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            doorbell,
+            control,
+            control_rang: AtomicBool::new(true),
+            spin: if crowded { Duration::ZERO } else { Duration::from_micros(60) },
+            background: std::sync::OnceLock::new(),
+        });
+        driver.put(Box::new(engine));
+        if let Some(control) = &driver.control {
+            let weak = Arc::downgrade(&driver);
+            control.set_waker(move || {
+                if let Some(driver) = weak.upgrade() {
+                    driver.control_rang.store(true, Ordering::Release);
+                    driver.ring();
+                }
+            });
+        }
+        let background = Arc::clone(&driver);
+        let thread = thread::Builder::new()
+            .name("gradwire".into())
+            .spawn(move || background.run_background())
+            .map_err(|error| system("no thread could be started", error))?;
+        let _ = driver.background.set(thread.thread().clone());
+        Ok((driver, thread))
+    }
+
+    /// Hands an operation over. `background`: nobody is going to wait for it right away, so the background thread
+    /// takes it up.
+    pub(crate) fn submit(&self, mut submission: Submission, background: bool) {
+        while let Err(refused) = self.submissions.push(submission) {
+            // Full: help to empty it.
+            submission = refused;
+            if let Some(mut engine) = self.engine.pop() {
+                self.take_submissions(&mut engine);
+                engine.progress();
+                self.put(engine);
+            }
+            self.ring();
+            thread::yield_now();
+        }
+        if background && !self.engine.is_empty() {
+            self.wake_background();
+        }
+        self.ring();
+    }
+
+    /// Fails the job.
+    pub(crate) fn fail(&self, fault: Fault) {
+        let _ = self.faults.push(fault);
+        self.wake_background();
+        self.ring();
+    }
+
+    /// Does something with the engine, as soon as it can be had.
+    pub(crate) fn with_engine<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
+        let mut engine = self.acquire(None, &|| false).unwrap_or_else(|| unreachable!("waits until it has the engine"));
+        self.take_submissions(&mut engine);
+        let result = act(&mut engine);
+        self.release(engine);
+        result
+    }
+
+    /// Drives the engine, or waits while another thread drives it, until `done` or `limit`.
+    pub(crate) fn drive(&self, flush: Option<TensorId>, limit: Option<Instant>, done: impl Fn() -> bool) {
+        self.drive_engine(flush, limit, |_| done(), &done);
+    }
+
+    /// As [`Driver::drive`], for conditions that only the engine knows.
+    pub(crate) fn drive_to(&self, limit: Option<Instant>, done: impl Fn(&Engine) -> bool) {
+        self.drive_engine(None, limit, done, &|| false);
+    }
+
+    fn drive_engine(
+        &self,
+        flush: Option<TensorId>,
+        limit: Option<Instant>,
+        done: impl Fn(&Engine) -> bool,
+        done_outside: &dyn Fn() -> bool,
+    ) {
+        let Some(mut engine) = self.acquire(limit, done_outside) else { return };
+        self.take_submissions(&mut engine);
+        if let Some(tensor) = flush {
+            engine.flush(tensor);
+        }
+        let mut idle_since = None;
+        let mut ended = engine.ended();
+        while !done(&engine) && limit.is_none_or(|limit| Instant::now() < limit) {
+            let moved = self.turn(&mut engine);
+            if engine.ended() != ended {
+                ended = engine.ended();
+                self.wake_waiters();
+            }
+            if moved {
+                idle_since = None;
+            } else if !done(&engine) {
+                self.pause(&mut engine, &mut idle_since, limit);
+            }
+        }
+        self.release(engine);
+    }
+
+    /// One round of the engine.
+    fn turn(&self, engine: &mut Engine) -> bool {
+        self.take_submissions(engine);
+        if self.control_rang.swap(false, Ordering::AcqRel) {
+            self.take_control_events(engine);
+        }
+        engine.progress()
+    }
+
+    fn take_submissions(&self, engine: &mut Engine) {
+        while let Some(submission) = self.submissions.pop() {
+            engine.submit(submission);
+        }
+        while let Some(fault) = self.faults.pop() {
+            engine.fail(fault);
+        }
+    }
+
+    fn take_control_events(&self, engine: &mut Engine) {
+        let Some(control) = &self.control else { return };
+        while let Some(event) = control.event() {
+            match event {
+                ControlEvent::Failed(fault) => engine.fail(fault),
+                _ => {}
+            }
+        }
+    }
+
+    /// Nothing moves: spins for a moment, then sleeps until something arrives.
+    fn pause(&self, engine: &mut Engine, idle_since: &mut Option<Instant>, limit: Option<Instant>) {
+        let now = Instant::now();
+        let since = *idle_since.get_or_insert(now);
+        if now.duration_since(since) < self.spin {
+            std::hint::spin_loop();
+            return;
+        }
+        self.sleep(engine, limit.map(|limit| limit.saturating_duration_since(now)), false);
+    }
+
+    /// Sleeps until the transport, a submission, a fault or the clock has something; if `yielding`, also until
+    /// somebody wants the baton.
+    fn sleep(&self, engine: &mut Engine, limit: Option<Duration>, yielding: bool) {
+        self.sleeping.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let pending = !self.submissions.is_empty()
+            || !self.faults.is_empty()
+            || self.control_rang.load(Ordering::SeqCst)
+            || (yielding && self.wanted.load(Ordering::SeqCst) > 0)
+            || self.stop.load(Ordering::SeqCst);
+        if !pending && let Some(timeout) = engine.prepare_sleep() {
+            let timeout = limit.map_or(timeout, |limit| limit.min(timeout));
+            let timeout = Timespec {
+                tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: i64::from(timeout.subsec_nanos()),
+            };
+            let mut fds = [
+                PollFd::from_borrowed_fd(engine.event_fd(), PollFlags::IN),
+                PollFd::new(&self.doorbell, PollFlags::IN),
+            ];
+            // An interrupted or failed wait only means another round.
+            let _ = poll(&mut fds, Some(&timeout));
+            if fds[1].revents().contains(PollFlags::IN) {
+                let mut count = [0; 8];
+                let _ = rustix::io::read(self.doorbell.as_fd(), &mut count);
+            }
+        }
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// Wakes whoever drives, if it sleeps.
+    fn ring(&self) {
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::SeqCst) {
+            let _ = rustix::io::write(self.doorbell.as_fd(), &1u64.to_ne_bytes());
+        }
+    }
+
+    fn wake_background(&self) {
+        if let Some(thread) = self.background.get() {
+            thread.unpark();
+        }
+    }
+
+    fn wake_waiters(&self) {
+        while let Some(waiter) = self.waiters.pop() {
+            waiter.unpark();
+        }
+    }
+
+    /// Takes the baton; gives up at `limit` or when `done`.
+    fn acquire(&self, limit: Option<Instant>, done: &dyn Fn() -> bool) -> Option<Box<Engine>> {
+        self.wanted.fetch_add(1, Ordering::SeqCst);
+        let engine = loop {
+            if done() {
+                break None;
+            }
+            if let Some(engine) = self.engine.pop() {
+                break Some(engine);
+            }
+            let left = limit.map(|limit| limit.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break None;
+            }
+            let _ = self.waiters.push(thread::current());
+            self.ring();
+            if self.engine.is_empty() && !done() {
+                thread::park_timeout(left.map_or(BATON_RECHECK, |left| left.min(BATON_RECHECK)));
+            }
+        };
+        self.wanted.fetch_sub(1, Ordering::SeqCst);
+        if engine.is_some() {
+            self.uses.fetch_add(1, Ordering::Relaxed);
+        }
+        engine
+    }
+
+    /// Lays the baton down; somebody must go on if there is something to go on with.
+    fn release(&self, engine: Box<Engine>) {
+        let busy = !engine.is_idle() || !engine.is_flushed();
+        self.put(engine);
+        self.wake_waiters();
+        if busy {
+            self.wake_background();
+        }
+    }
+
+    fn put(&self, engine: Box<Engine>) {
+        if self.engine.push(engine).is_err() {
+            unreachable!("there is one engine and one slot");
+        }
+    }
+
+    /// Drives while nobody waits.
+    fn run_background(&self) {
+        let mut patience = TAKEOVER;
+        while !self.stop.load(Ordering::Acquire) {
+            let uses = self.uses.load(Ordering::Relaxed);
+            thread::park_timeout(patience);
+            let in_use = self.uses.load(Ordering::Relaxed) != uses;
+            let urgent = !self.submissions.is_empty() || !self.faults.is_empty();
+            if in_use && !urgent {
+                patience = (patience * 2).min(TAKEOVER_MAX);
+                continue;
+            }
+            if self.wanted.load(Ordering::SeqCst) > 0 {
+                continue;
+            }
+            if let Some(engine) = self.engine.pop() {
+                patience = TAKEOVER;
+                self.drive_in_background(engine);
+            }
+        }
+    }
+
+    fn drive_in_background(&self, mut engine: Box<Engine>) {
+        let mut ended = engine.ended();
+        while self.wanted.load(Ordering::SeqCst) == 0 && !self.stop.load(Ordering::Acquire) {
+            let moved = self.turn(&mut engine);
+            if engine.ended() != ended {
+                ended = engine.ended();
+                self.wake_waiters();
+            }
+            if !moved && self.wanted.load(Ordering::SeqCst) == 0 {
+                self.sleep(&mut engine, None, true);
+            }
+        }
+        self.put(engine);
+        self.wake_waiters();
+    }
+
+    /// Ends the background thread. The engine stays in its slot, for whoever still holds a handle.
+    pub(crate) fn stop(&self, thread: JoinHandle<()>) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.wake_background();
+        self.ring();
+        let _ = thread.join();
+        self.with_engine(Engine::close);
+    }
+}

@@ -1,0 +1,163 @@
+//! Memory of the exchange: staging for buckets that do not travel as they are, landing places for peers' writes, and
+//! what peers said of theirs.
+
+use std::ops::Range;
+
+use gradwire_proto::bits::Bits;
+use gradwire_proto::frame::Location;
+use gradwire_proto::plan::{BucketPlan, Plan};
+use gradwire_proto::{BucketId, Fault, Rank, UnitIndex};
+use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
+
+/// Alignment of buckets within staging and landing memory: a cache line.
+const ALIGNMENT: u64 = 64;
+
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) rounds: Vec<RoundMemory>,
+    pub(super) buckets: Vec<BucketMemory>,
+    /// By global unit index: CRC-32 of the last result, on the wire, of units that this rank owns.
+    pub(super) crcs: Vec<u32>,
+    /// Units reduced since the last commit.
+    dirty: Bits,
+}
+
+/// Memory of the buckets of one declaration round.
+#[derive(Debug)]
+pub(super) struct RoundMemory {
+    /// Packed contributions of staged buckets.
+    pub(super) contributions: Buffer,
+    /// Results of staged buckets: this rank's own, and where others' land.
+    pub(super) results: Buffer,
+    /// By rank: where the contributions of a peer that writes land.
+    pub(super) landings: Vec<Option<Buffer>>,
+}
+
+#[derive(Debug)]
+pub(super) struct BucketMemory {
+    pub(super) round: usize,
+    /// Where the bucket begins in staging memory.
+    pub(super) staged_at: u64,
+    /// By owner: where the owner's part of a contribution begins in its landing memory.
+    pub(super) landing_at: Box<[u64]>,
+    /// By peer: what it last said of where the bucket is in its memory, with a contribution and with a result.
+    pub(super) contribution_at: Box<[Location]>,
+    pub(super) result_at: Box<[Location]>,
+    /// Writes that read this bucket's memory.
+    pub(super) writes_in_flight: u32,
+}
+
+impl Memory {
+    pub(super) fn new() -> Self {
+        Self { rounds: Vec::new(), buckets: Vec::new(), crcs: Vec::new(), dirty: Bits::default() }
+    }
+
+    /// Allocates and registers what the buckets from `first_bucket` on need.
+    pub(super) fn add_round(
+        &mut self,
+        plan: &Plan,
+        first_bucket: u32,
+        me: Rank,
+        capabilities: &[Capabilities],
+        transport: &mut dyn Transport,
+    ) -> Result<(), Fault> {
+        let round = self.rounds.len();
+        let world = plan.world_size as usize;
+        let mut staged = 0;
+        let mut landing = vec![0; world];
+        for bucket in &plan.buckets[first_bucket as usize..] {
+            let landing_at = landing.clone().into_boxed_slice();
+            if bucket.contributes() {
+                for (at, owned) in landing.iter_mut().zip(&bucket.owned) {
+                    *at += unit_bytes(plan, bucket, owned).next_multiple_of(ALIGNMENT);
+                }
+            }
+            self.buckets.push(BucketMemory {
+                round,
+                staged_at: staged,
+                landing_at,
+                contribution_at: vec![Location::default(); world].into_boxed_slice(),
+                result_at: vec![Location::default(); world].into_boxed_slice(),
+                writes_in_flight: 0,
+            });
+            if !bucket.direct {
+                staged += bucket.wire_bytes(bucket.elements).next_multiple_of(ALIGNMENT);
+            }
+        }
+        let contributions = Buffer::allocate(to_usize(staged)?)?;
+        let results = Buffer::allocate(to_usize(staged)?)?;
+        transport.register(&contributions)?;
+        transport.register(&results)?;
+        let mut landings = Vec::with_capacity(world);
+        for (peer, capabilities) in capabilities.iter().enumerate() {
+            let writes = peer != me.index() && !capabilities.peer_read && landing[me.index()] > 0;
+            let buffer = writes.then(|| Buffer::allocate(to_usize(landing[me.index()])?)).transpose()?;
+            if let Some(buffer) = &buffer {
+                transport.register(buffer)?;
+            }
+            landings.push(buffer);
+        }
+        self.rounds.push(RoundMemory { contributions, results, landings });
+        self.crcs.resize(plan.units.len(), 0);
+        self.dirty = Bits::new(plan.units.len());
+        Ok(())
+    }
+
+    pub(super) fn set_crc(&mut self, unit: UnitIndex, crc: u32) {
+        self.crcs[unit.index()] = crc;
+        self.dirty.insert(unit.index());
+    }
+
+    pub(super) fn take_checksums(&mut self) -> Vec<(UnitIndex, u32)> {
+        let taken = self.dirty.iter().map(|unit| (UnitIndex(unit as u32), self.crcs[unit])).collect();
+        self.dirty.clear();
+        taken
+    }
+
+    /// The bytes of a run of units within their bucket, as it lies on the wire.
+    pub(super) fn run_bytes(plan: &Plan, first: UnitIndex, count: u32) -> Range<u64> {
+        let (start, last) = (plan.unit(first), plan.unit(UnitIndex(first.0 + count.max(1) - 1)));
+        let bucket = plan.bucket(start.bucket);
+        bucket.wire_bytes(start.in_bucket)..bucket.wire_bytes(last.in_bucket + u64::from(last.elements))
+    }
+
+    /// Where the run begins in the landing memory that `owner` keeps for a contributor, from its start.
+    pub(super) fn landing_offset(&self, plan: &Plan, owner: Rank, first: UnitIndex) -> u64 {
+        let unit = plan.unit(first);
+        let bucket = plan.bucket(unit.bucket);
+        let block = plan.units[bucket.owned[owner.index()].start as usize].in_bucket;
+        self.buckets[unit.bucket.index()].landing_at[owner.index()] + bucket.wire_bytes(unit.in_bucket - block)
+    }
+
+    /// Where this rank's copy of a bucket is in memory that peers may read or write: of results, or contributions.
+    pub(super) fn staged_location(&self, bucket: BucketId, results: bool) -> Location {
+        let memory = &self.buckets[bucket.index()];
+        let round = &self.rounds[memory.round];
+        let buffer = if results { &round.results } else { &round.contributions };
+        Location { region: buffer.key(), offset: memory.staged_at }
+    }
+
+    /// The place `bytes` into the bucket that a peer said is at `base`.
+    pub(super) const fn remote(base: Location, bytes: u64) -> Remote {
+        Remote { region: base.region, offset: base.offset.wrapping_add(bytes) }
+    }
+}
+
+fn unit_bytes(plan: &Plan, bucket: &BucketPlan, units: &Range<u32>) -> u64 {
+    plan.units[units.start as usize..units.end as usize]
+        .iter()
+        .map(|unit| bucket.wire_bytes(u64::from(unit.elements)))
+        .sum()
+}
+
+fn to_usize(bytes: u64) -> Result<usize, Fault> {
+    usize::try_from(bytes).map_err(|_| {
+        let detail = format!("{bytes} bytes do not fit this machine's address space");
+        Fault::new(gradwire_proto::FaultKind::MemoryUnavailable, detail)
+    })
+}
+
+/// A range of 64-bit offsets as one of memory that exists, and so fits.
+pub(super) fn local(range: Range<u64>, base: u64) -> Range<usize> {
+    (base + range.start) as usize..(base + range.end) as usize
+}

@@ -1,0 +1,365 @@
+//! The engine: drives one rank's session, codec and transport. One thread at a time has it.
+//!
+//! It owns all memory that the exchange needs beyond the callers' buffers, and keeps to the order of calls that
+//! [`Session`] asks for. In steady state it neither allocates nor locks.
+//!
+//! Invariant: a caller's buffer is given back only when the session is through with its tensor and no write that
+//! reads the buffer is in flight.
+
+mod declare;
+mod memory;
+mod receive;
+mod reduce;
+mod transmit;
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use gradwire_proto::frame::{FrameHeader, JobTag};
+use gradwire_proto::session::{Event, Session, SessionConfig};
+use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_transport::{Buffer, Capabilities, Transport};
+
+use crate::handle::{OpResult, TensorShared};
+use crate::types::{Completed, Integrity, OpError, Outcome, Stats};
+use memory::Memory;
+use receive::Receiver;
+use transmit::Scratch;
+
+/// An operation that a caller hands over.
+#[derive(Debug)]
+pub(crate) struct Submission {
+    pub(crate) tensor: TensorId,
+    /// Out of place: where the contribution is. In place: none, it is in `output`.
+    pub(crate) input: Option<Buffer>,
+    pub(crate) output: Buffer,
+    pub(crate) deadline: Option<Duration>,
+    /// The caller waits for it right away: its bucket need not wait for others.
+    pub(crate) urgent: bool,
+}
+
+/// One tensor's buffers while an operation is in flight.
+#[derive(Debug)]
+struct Slot {
+    input: Option<Buffer>,
+    output: Option<Buffer>,
+    shared: Arc<TensorShared>,
+}
+
+/// What the engine is told when it is made.
+#[derive(Debug)]
+pub(crate) struct EngineConfig {
+    pub(crate) session: SessionConfig,
+    pub(crate) integrity: Integrity,
+}
+
+/// One rank's exchange.
+pub(crate) struct Engine {
+    transport: Box<dyn Transport>,
+    session: Session,
+    memory: Memory,
+    slots: Vec<Slot>,
+    /// By rank.
+    capabilities: Vec<Capabilities>,
+    /// Frames whose data is read in place, in the order of arrival.
+    inbox: VecDeque<(Rank, FrameHeader)>,
+    /// Operations that the session is through with, but whose buffers may still be read.
+    finishing: Vec<(TensorId, Step, bool)>,
+    scratch: Scratch,
+    job: JobTag,
+    integrity: Integrity,
+    origin: Instant,
+    stats: Stats,
+    failed: bool,
+    farewell: bool,
+    /// Operations that ended since somebody last looked.
+    ended: u64,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("rank", &self.rank()).field("stats", &self.stats).finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    pub(crate) fn new(config: EngineConfig, transport: Box<dyn Transport>) -> Self {
+        let world = config.session.world_size;
+        let me = config.session.rank;
+        let capabilities = (0..world)
+            .map(Rank)
+            .map(|peer| if peer == me { Capabilities::default() } else { transport.capabilities(peer) })
+            .collect();
+        Self {
+            transport,
+            session: Session::new(config.session),
+            memory: Memory::new(),
+            slots: Vec::new(),
+            capabilities,
+            inbox: VecDeque::with_capacity(1024),
+            finishing: Vec::new(),
+            scratch: Scratch::new(),
+            job: config.session.job,
+            integrity: config.integrity,
+            origin: Instant::now(),
+            stats: Stats::default(),
+            failed: false,
+            farewell: false,
+            ended: 0,
+        }
+    }
+
+    fn rank(&self) -> Rank {
+        self.session.config().rank
+    }
+
+    /// Nanoseconds since the engine was made: the session's clock.
+    fn now(&self) -> u64 {
+        u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    pub(crate) fn fault(&self) -> Option<&Fault> {
+        self.session.fault()
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.session.operations_in_flight() == 0 && self.finishing.is_empty()
+    }
+
+    pub(crate) const fn said_farewell(&self) -> bool {
+        self.farewell
+    }
+
+    /// How many operations have ended so far, well or badly.
+    pub(crate) const fn ended(&self) -> u64 {
+        self.ended
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        let counters = self.session.counters();
+        Stats {
+            corrupt_frames: counters.corrupt,
+            duplicate_frames: counters.duplicates,
+            stale_frames: counters.stale,
+            units_requested_again: counters.nacked,
+            units_resent: counters.resent,
+            ..self.stats
+        }
+    }
+
+    pub(crate) fn fail(&mut self, fault: Fault) {
+        self.session.fail(fault);
+    }
+
+    pub(crate) fn leave(&mut self) {
+        self.session.leave();
+    }
+
+    /// Starts an operation, or ends it at once with an error.
+    pub(crate) fn submit(&mut self, submission: Submission) {
+        let Submission { tensor, input, output, deadline, urgent } = submission;
+        if let Err(fault) = self.check_submission(tensor, input.as_ref(), &output) {
+            self.reject(tensor, fault, input, output);
+            return;
+        }
+        let slot = &mut self.slots[tensor.index()];
+        slot.input = input;
+        slot.output = Some(output);
+        let now = self.now();
+        let deadline_ns = deadline.map(|deadline| u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX));
+        match self.session.post(tensor, now, deadline_ns) {
+            Ok(_) if urgent => self.session.flush(tensor),
+            Ok(_) => {}
+            Err(fault) => self.give_back(tensor, fault),
+        }
+    }
+
+    /// Checks what the session cannot see, and makes the buffers known to the transport where it works on them.
+    fn check_submission(&mut self, tensor: TensorId, input: Option<&Buffer>, output: &Buffer) -> Result<(), Fault> {
+        let plan = self.session.plan();
+        let tensor_plan = plan.tensor(tensor);
+        let bucket = plan.bucket(tensor_plan.bucket);
+        if self.slots[tensor.index()].output.is_some() {
+            let detail = "an operation on this tensor is in flight: wait for it before the next one";
+            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(tensor_plan.name.clone()));
+        }
+        let bytes = tensor_plan.elements * bucket.dtype.size() as u64;
+        for buffer in input.into_iter().chain([output]) {
+            if buffer.len() as u64 != bytes {
+                let detail = format!(
+                    "its buffer has {} bytes, but {} elements of {} have {bytes}: use the buffers of Group::buffer",
+                    buffer.len(),
+                    tensor_plan.elements,
+                    bucket.dtype
+                );
+                return Err(Fault::new(FaultKind::InvalidArgument, detail).tensor(tensor_plan.name.clone()));
+            }
+            if bucket.direct {
+                self.transport.register(buffer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a buffer of a tensor known to the peers before its first use.
+    pub(crate) fn register(&mut self, tensor: TensorId, buffer: &Buffer) -> Result<(), Fault> {
+        let plan = self.session.plan();
+        if plan.bucket(plan.tensor(tensor).bucket).direct { self.transport.register(buffer) } else { Ok(()) }
+    }
+
+    /// Ends a tensor's operation with a fault and gives its buffers back.
+    fn give_back(&mut self, tensor: TensorId, fault: Fault) {
+        let slot = &mut self.slots[tensor.index()];
+        let input = slot.input.take();
+        if let Some(output) = slot.output.take() {
+            self.reject(tensor, fault, input, output);
+        }
+    }
+
+    fn reject(&mut self, tensor: TensorId, fault: Fault, input: Option<Buffer>, output: Buffer) {
+        let buffers = input.into_iter().chain([output]).collect();
+        self.ended += 1;
+        self.slots[tensor.index()].shared.complete(Err(OpError { fault, buffers }));
+    }
+
+    /// Lets a tensor travel without the rest of its bucket: somebody waits for it.
+    pub(crate) fn flush(&mut self, tensor: TensorId) {
+        self.session.flush(tensor);
+    }
+
+    /// Does everything that can be done without waiting. Returns whether anything was done.
+    pub(crate) fn progress(&mut self) -> bool {
+        let now = self.now();
+        let mut receiver = Receiver {
+            session: &mut self.session,
+            memory: &mut self.memory,
+            slots: &mut self.slots,
+            capabilities: &self.capabilities,
+            inbox: &mut self.inbox,
+            stats: &mut self.stats,
+            job: &self.job,
+            now,
+        };
+        let mut moved = self.transport.poll(&mut receiver);
+        moved += self.take_in_place(now);
+        if self.session.poll_timeout().is_some_and(|at| at <= now) {
+            self.session.handle_timeout(now);
+        }
+        moved += self.work(now);
+        self.session.unblock();
+        moved += self.send_messages();
+        moved += self.send_data(now);
+        moved += self.take_events();
+        moved += self.finish();
+        moved > 0
+    }
+
+    fn take_events(&mut self) -> usize {
+        let mut moved = 0;
+        while let Some(event) = self.session.poll_event() {
+            moved += 1;
+            match event {
+                Event::Done { tensor, step, nonfinite } => self.finishing.push((tensor, step, nonfinite)),
+                Event::Manifests => self.agree(),
+                Event::Prepared => {}
+                Event::Failed(fault) => self.end_all(&fault),
+                Event::Farewell => self.farewell = true,
+            }
+        }
+        moved
+    }
+
+    /// The job failed: every caller gets its buffers and the reason.
+    fn end_all(&mut self, fault: &Fault) {
+        self.failed = true;
+        self.finishing.clear();
+        for tensor in (0..self.slots.len() as u32).map(TensorId) {
+            self.give_back(tensor, fault.clone());
+        }
+    }
+
+    /// Hands results over whose buffers nothing reads any more.
+    fn finish(&mut self) -> usize {
+        let before = self.finishing.len();
+        let mut at = 0;
+        while let Some((tensor, step, nonfinite)) = self.finishing.get(at).copied() {
+            let bucket = self.session.plan().tensor(tensor).bucket;
+            if self.memory.buckets[bucket.index()].writes_in_flight > 0 {
+                at += 1;
+                continue;
+            }
+            self.finishing.swap_remove(at);
+            let config = self.session.config();
+            let outcome =
+                Outcome { found_nonfinite: nonfinite, contributors: config.world_size, step, epoch: config.epoch };
+            let slot = &mut self.slots[tensor.index()];
+            let input = slot.input.take();
+            if let Some(output) = slot.output.take() {
+                self.ended += 1;
+                let completed: OpResult = Ok(Completed { input, output, outcome });
+                slot.shared.complete(completed);
+            }
+        }
+        before - self.finishing.len()
+    }
+
+    /// How long the caller may sleep, if nothing arrives; `None` if there is something to do at once.
+    pub(crate) fn prepare_sleep(&mut self) -> Option<Duration> {
+        const SLEEP_MAX: Duration = Duration::from_millis(500);
+        if !self.transport.arm() {
+            return None;
+        }
+        let now = self.now();
+        match self.session.poll_timeout() {
+            Some(at) if at <= now => None,
+            Some(at) => Some(Duration::from_nanos(at - now).min(SLEEP_MAX)),
+            None => Some(SLEEP_MAX),
+        }
+    }
+
+    pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
+        self.transport.event_fd()
+    }
+
+    /// Whether everything said to peers has left this process.
+    pub(crate) fn is_flushed(&self) -> bool {
+        (0..self.session.config().world_size)
+            .map(Rank)
+            .all(|peer| peer == self.rank() || self.transport.is_flushed(peer))
+    }
+
+    /// The names of the transports in use, in alphabetical order.
+    pub(crate) fn transport_names(&self) -> Vec<&'static str> {
+        let me = self.rank();
+        let mut names: Vec<&str> = (0..self.session.config().world_size)
+            .map(Rank)
+            .filter(|peer| *peer != me)
+            .map(|peer| self.transport.name(peer))
+            .collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    /// The CRC-32 of every unit that this rank reduced since the last call, with the unit's index.
+    pub(crate) fn take_checksums(&mut self) -> Vec<(UnitIndex, u32)> {
+        self.memory.take_checksums()
+    }
+
+    pub(crate) fn shared(&self, tensor: TensorId) -> &Arc<TensorShared> {
+        &self.slots[tensor.index()].shared
+    }
+
+    /// Marks every tensor as closed, so that nobody waits for a result that will not come.
+    pub(crate) fn close(&mut self) {
+        let detail = "the group was closed while the operation was in flight: wait for operations before closing";
+        self.session.fail(Fault::new(FaultKind::Closed, detail));
+        self.take_events();
+        for slot in &self.slots {
+            slot.shared.closed.store(true, Ordering::Release);
+        }
+    }
+}

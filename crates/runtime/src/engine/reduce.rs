@@ -1,0 +1,150 @@
+//! What owners do: reducing contributions, and making their own data ready to send.
+
+use gradwire_codec::{Input, Outputs, Reduction, crc32, has_nonfinite, pack, unpack};
+use gradwire_proto::session::Work;
+use gradwire_proto::{Fault, FaultKind, Rank, UnitIndex};
+use gradwire_transport::Transport;
+
+use super::memory::{Memory, RoundMemory, local};
+use super::receive::violation;
+use super::{Engine, Slot};
+
+impl Engine {
+    pub(super) fn work(&mut self, now: u64) -> usize {
+        let mut moved = 0;
+        while let Some(work) = self.session.poll_work() {
+            moved += 1;
+            let done = match work {
+                Work::Reduce(unit) => self.reduce(unit),
+                Work::Publish(unit) => self.publish(unit),
+            };
+            match done {
+                Ok(nonfinite) => self.session.handle_reduced(work, nonfinite, now),
+                Err(fault) => self.session.fail(fault),
+            }
+        }
+        moved
+    }
+
+    /// Adds all contributions to a unit in rank order, into the caller's buffer and, where it is staged, into
+    /// staging memory. Returns whether the result has an infinity or a NaN.
+    fn reduce(&mut self, unit: UnitIndex) -> Result<bool, Fault> {
+        let Self { session, memory, slots, transport, .. } = self;
+        let plan = session.plan();
+        let unit_plan = plan.unit(unit);
+        let bucket = plan.bucket(unit_plan.bucket);
+        let me = session.config().rank;
+        let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
+        let wire_start = bucket.wire_bytes(unit_plan.in_bucket);
+        let wire_len = bucket.wire_bytes(u64::from(unit_plan.elements));
+        let staged = local(wire_start..wire_start + wire_len, memory.buckets[unit_plan.bucket.index()].staged_at);
+        let landed_at = memory.landing_offset(plan, me, unit) as usize;
+        let landed = landed_at..landed_at + wire_len as usize;
+        let bucket_memory = &memory.buckets[unit_plan.bucket.index()];
+        let RoundMemory { results, landings, .. } = &mut memory.rounds[bucket_memory.round];
+
+        let slot = &mut slots[unit_plan.tensor.index()];
+        let Slot { input, output, .. } = slot;
+        let output = output.as_mut().ok_or_else(no_buffer)?;
+        let peers = Peers {
+            transport: &**transport,
+            landings,
+            contribution_at: &bucket_memory.contribution_at,
+            landed,
+            wire_start,
+            wire_len: wire_len as usize,
+        };
+        peers.check(me)?;
+        let own = input.as_ref().map(|input| &input.bytes()[native.clone()]);
+        let inputs = |rank: usize| {
+            if rank == me.index() {
+                own.map_or(Input::Own, Input::Native)
+            } else {
+                Input::Wire(peers.contribution(rank))
+            }
+        };
+        let wire_out = (!bucket.direct).then(|| &mut results.bytes_mut()[staged.clone()]);
+        let outputs = Outputs { wire: wire_out, native: Some(&mut output.bytes_mut()[native.clone()]) };
+        let contributors = session.config().world_size;
+        let summary = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors)?.run(inputs, outputs)?;
+        let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
+        let crc = crc32(sent);
+        memory.set_crc(unit, crc);
+        Ok(summary.nonfinite)
+    }
+
+    /// Makes this rank's own data for a unit the result: rounded to the wire format in its own buffer too, so that
+    /// every rank holds the same bits.
+    fn publish(&mut self, unit: UnitIndex) -> Result<bool, Fault> {
+        let Self { session, memory, slots, .. } = self;
+        let plan = session.plan();
+        let unit_plan = plan.unit(unit);
+        let bucket = plan.bucket(unit_plan.bucket);
+        let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
+        let output = slots[unit_plan.tensor.index()].output.as_mut().ok_or_else(no_buffer)?;
+        let data = &mut output.bytes_mut()[native];
+        if bucket.direct {
+            let nonfinite = has_nonfinite(bucket.dtype, data)?;
+            let crc = crc32(data);
+            memory.set_crc(unit, crc);
+            return Ok(nonfinite);
+        }
+        let wire_start = bucket.wire_bytes(unit_plan.in_bucket);
+        let wire_end = wire_start + bucket.wire_bytes(u64::from(unit_plan.elements));
+        let bucket_memory = &memory.buckets[unit_plan.bucket.index()];
+        let staged = local(wire_start..wire_end, bucket_memory.staged_at);
+        let packed = &mut memory.rounds[bucket_memory.round].results.bytes_mut()[staged];
+        pack(bucket.dtype, bucket.wire, data, packed)?;
+        let nonfinite = unpack(bucket.wire, bucket.dtype, packed, data)?;
+        let crc = crc32(packed);
+        memory.set_crc(unit, crc);
+        Ok(nonfinite)
+    }
+}
+
+/// Where peers' contributions to one unit are.
+struct Peers<'a> {
+    transport: &'a dyn Transport,
+    landings: &'a [Option<gradwire_transport::Buffer>],
+    contribution_at: &'a [gradwire_proto::frame::Location],
+    landed: std::ops::Range<usize>,
+    wire_start: u64,
+    wire_len: usize,
+}
+
+impl<'a> Peers<'a> {
+    /// Checks once that every contribution can be read, so that [`Peers::contribution`] need not.
+    fn check(&self, me: Rank) -> Result<(), Fault> {
+        for rank in (0..self.landings.len()).filter(|rank| *rank != me.index()) {
+            if self.find(rank).is_none() {
+                return Err(violation(Rank(rank as u32), "the place of a contribution that cannot be read"));
+            }
+        }
+        Ok(())
+    }
+
+    fn contribution(&self, rank: usize) -> &'a [u8] {
+        self.find(rank).unwrap_or_default()
+    }
+
+    fn find(&self, rank: usize) -> Option<&'a [u8]> {
+        match &self.landings[rank] {
+            _ if self.wire_len == 0 => Some(&[]),
+            Some(landing) => landing.bytes().get(self.landed.clone()),
+            None => {
+                let place = Memory::remote(self.contribution_at[rank], self.wire_start);
+                self.transport.view(Rank(rank as u32), place, self.wire_len).ok()
+            }
+        }
+    }
+}
+
+/// The bytes of a unit in its tensor's memory.
+pub(super) fn native_range(in_tensor: u64, elements: u32, size: usize) -> std::ops::Range<usize> {
+    let start = in_tensor as usize * size;
+    start..start + elements as usize * size
+}
+
+fn no_buffer() -> Fault {
+    Fault::new(FaultKind::System, "a unit is to be reduced whose tensor has no buffer: please report this as a bug")
+}

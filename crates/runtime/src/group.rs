@@ -1,0 +1,341 @@
+//! The group: what a trainer holds.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use gradwire_control::{ControlPlane, VersionRecord};
+use gradwire_proto::limits::TENSOR_NAME_BYTES_MAX;
+use gradwire_proto::manifest::Manifest;
+use gradwire_proto::plan::Plan;
+use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, WireFormat};
+use gradwire_transport::{Buffer, Element};
+
+use crate::driver::Driver;
+use crate::engine::Submission;
+use crate::env::Guard;
+use crate::handle::{Handle, Tensor, TensorShared};
+use crate::types::{OpError, Outcome, Stats, TensorSpec, Version};
+
+/// Names that begin like this are gradwire's own.
+const RESERVED_PREFIX: &str = "gradwire.";
+const BARRIER: &str = "gradwire.barrier";
+/// How long a farewell may take: peers that need something get it, but a dead one does not hold anybody up.
+const FAREWELL_MAX: Duration = Duration::from_secs(2);
+
+/// This rank's membership in a job.
+///
+/// All methods may be called from any thread. Dropping the group leaves the job in good order, as [`Group::close`]
+/// does, without a word about what went wrong.
+pub struct Group {
+    driver: Arc<Driver>,
+    thread: Option<JoinHandle<()>>,
+    control: Option<Arc<ControlPlane>>,
+    identity: Identity,
+    barrier: Option<Tensor>,
+    transport: String,
+    commits: AtomicU64,
+    versions_dropped: AtomicU64,
+    /// Keeps the job's rendezvous, where this process serves it, until the group is gone.
+    guard: Option<Guard>,
+}
+
+/// What does not change while the group lives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Identity {
+    pub(crate) rank: Rank,
+    pub(crate) world_size: u32,
+    pub(crate) epoch: Epoch,
+    pub(crate) wire: WireFormat,
+    pub(crate) deadline: Duration,
+    pub(crate) first_step: Step,
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group").field("identity", &self.identity).finish_non_exhaustive()
+    }
+}
+
+impl Group {
+    /// A group over an engine that drives already. Collective: declares what gradwire itself needs.
+    pub(crate) fn new(
+        identity: Identity,
+        driver: Arc<Driver>,
+        thread: JoinHandle<()>,
+        control: Option<Arc<ControlPlane>>,
+        guard: Option<Guard>,
+    ) -> Result<Self, Fault> {
+        let transport = driver.with_engine(|engine| engine.transport_names().join("+"));
+        let mut group = Self {
+            driver,
+            thread: Some(thread),
+            control,
+            identity,
+            barrier: None,
+            transport: if transport.is_empty() { "local".into() } else { transport },
+            commits: AtomicU64::new(identity.first_step.0),
+            versions_dropped: AtomicU64::new(0),
+            guard,
+        };
+        let barrier = TensorSpec::new(BARRIER, &[0], gradwire_proto::DType::F32);
+        group.barrier = group.declare_any(&[barrier])?.pop();
+        Ok(group)
+    }
+
+    /// This rank.
+    #[must_use]
+    pub const fn rank(&self) -> Rank {
+        self.identity.rank
+    }
+
+    /// How many ranks there are.
+    #[must_use]
+    pub const fn world_size(&self) -> u32 {
+        self.identity.world_size
+    }
+
+    /// The membership view.
+    #[must_use]
+    pub const fn epoch(&self) -> Epoch {
+        self.identity.epoch
+    }
+
+    /// The wire format of f32 tensors.
+    #[must_use]
+    pub const fn wire(&self) -> WireFormat {
+        self.identity.wire
+    }
+
+    /// The transports to the other ranks: `shm`, `tcp`, `shm+tcp`, or `local` for a rank on its own.
+    #[must_use]
+    pub fn transport(&self) -> &str {
+        &self.transport
+    }
+
+    /// Declares tensors. Collective: every rank calls it as often as the others, each time with the same tensors, in
+    /// any order. Returns them in the order of `specs`.
+    ///
+    /// # Errors
+    /// When ranks differ, a [`Fault`] that names the tensor, the ranks and what each said, the same on every rank; when
+    /// a rank does not call it before the deadline, one that names it. The group is unusable then.
+    /// `InvalidArgument` for a name that is empty, too long, reserved or declared already.
+    pub fn declare(&self, specs: &[TensorSpec]) -> Result<Vec<Tensor>, Fault> {
+        for spec in specs {
+            let wrong = if spec.name.is_empty() {
+                "a tensor needs a name".to_owned()
+            } else if spec.name.len() > TENSOR_NAME_BYTES_MAX {
+                format!("its name has {} bytes: at most {TENSOR_NAME_BYTES_MAX} are possible", spec.name.len())
+            } else if spec.name.starts_with(RESERVED_PREFIX) {
+                format!("names that begin with '{RESERVED_PREFIX}' are gradwire's own: choose another")
+            } else if let Collective::Broadcast { root } = spec.collective
+                && root.0 >= self.world_size()
+            {
+                format!("its root is {root}, but the last is rank {}", self.world_size() - 1)
+            } else {
+                continue;
+            };
+            return Err(Fault::new(FaultKind::InvalidArgument, wrong).tensor(spec.name.clone()));
+        }
+        self.declare_any(specs)
+    }
+
+    fn declare_any(&self, specs: &[TensorSpec]) -> Result<Vec<Tensor>, Fault> {
+        let tensors = specs.iter().map(|spec| spec.declaration(self.identity.wire)).collect();
+        let manifest = Manifest { tensors };
+        let round = self.driver.with_engine(|engine| {
+            engine.declare(&manifest, Some(self.identity.deadline))?;
+            Ok::<u32, Fault>(engine.round())
+        })?;
+        self.driver.drive_to(None, |engine| engine.round() > round || engine.fault().is_some());
+        self.driver.with_engine(|engine| {
+            if let Some(fault) = engine.fault() {
+                return Err(fault.clone());
+            }
+            specs.iter().map(|spec| find(engine, &spec.name)).collect()
+        })
+    }
+
+    /// The declared tensor of this name.
+    ///
+    /// # Errors
+    /// `UndeclaredTensor` if there is none.
+    pub fn tensor(&self, name: &str) -> Result<Tensor, Fault> {
+        self.driver.with_engine(|engine| find(engine, name))
+    }
+
+    /// A block of memory of the tensor's size, which gradwire can exchange without copying it. Dropping it lets the
+    /// next call have it again; what it holds is unspecified (zeros at first).
+    ///
+    /// # Errors
+    /// `MemoryUnavailable`, `System`.
+    pub fn buffer(&self, tensor: &Tensor) -> Result<Buffer, Fault> {
+        let buffer = tensor.shared.pool.take().map_err(|fault| fault.tensor(tensor.name()))?;
+        self.driver.with_engine(|engine| engine.register(tensor.shared.id, &buffer))?;
+        Ok(buffer)
+    }
+
+    /// The elements of a tensor that are rank `rank`'s block in reduce_scatter and allgather.
+    #[must_use]
+    pub fn block(&self, tensor: &Tensor, rank: Rank) -> std::ops::Range<u64> {
+        Plan::block(tensor.elements(), self.world_size(), rank)
+    }
+
+    /// Starts the tensor's operation in place: `data` is this rank's part, and becomes the result. What the operation
+    /// is was declared with the tensor: [`Collective`].
+    ///
+    /// # Errors
+    /// `TensorBusy` while the tensor has an operation in flight, `InvalidArgument` for a buffer of another size, or
+    /// why the job failed.
+    pub fn submit(&self, tensor: &Tensor, data: Buffer) -> Result<Handle, OpError> {
+        self.start(tensor, None, data, false)
+    }
+
+    /// [`Group::submit`], for a tensor that was declared for allreduce.
+    ///
+    /// # Errors
+    /// As [`Group::submit`].
+    pub fn allreduce(&self, tensor: &Tensor, data: Buffer) -> Result<Handle, OpError> {
+        self.start(tensor, None, data, false)
+    }
+
+    /// Starts an allreduce or reduce_scatter out of place: `input` is this rank's contribution and stays as it is,
+    /// `output` becomes the result.
+    ///
+    /// # Errors
+    /// As [`Group::submit`]; `InvalidArgument` for a tensor declared for allgather or broadcast, which are in place.
+    pub fn allreduce_into(&self, tensor: &Tensor, input: Buffer, output: Buffer) -> Result<Handle, OpError> {
+        self.start(tensor, Some(input), output, false)
+    }
+
+    fn start(&self, tensor: &Tensor, input: Option<Buffer>, output: Buffer, urgent: bool) -> Result<Handle, OpError> {
+        let shared = &tensor.shared;
+        let refuse = |kind, detail: &str, buffers| {
+            let fault = Fault::new(kind, detail).tensor(tensor.name());
+            Err(OpError { fault, buffers })
+        };
+        if input.is_some() && !shared.contributes {
+            let detail = "allgather and broadcast are in place: use Group::submit";
+            return refuse(FaultKind::InvalidArgument, detail, input.into_iter().chain([output]).collect());
+        }
+        if !shared.begin() {
+            let detail = "an operation on this tensor is in flight, or its result was not taken: wait for it first";
+            return refuse(FaultKind::TensorBusy, detail, input.into_iter().chain([output]).collect());
+        }
+        let deadline = Some(self.identity.deadline);
+        let submission = Submission { tensor: shared.id, input, output, deadline, urgent };
+        self.driver.submit(submission, !urgent);
+        Ok(Handle::new(Arc::clone(shared), Arc::clone(&self.driver)))
+    }
+
+    /// Reduces `data` in place and waits: for callers whose memory is not gradwire's. Copies in and out.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the type or length is not the tensor's; otherwise as [`Handle::wait`]. `data` is unchanged
+    /// then.
+    pub fn allreduce_slice<T: Element>(&self, tensor: &Tensor, data: &mut [T]) -> Result<Outcome, Fault> {
+        if T::DTYPE != tensor.dtype() || data.len() as u64 != tensor.elements() {
+            let detail = format!(
+                "{} elements of {} were given, but it was declared with {} of {}",
+                data.len(),
+                T::DTYPE,
+                tensor.elements(),
+                tensor.dtype()
+            );
+            return Err(Fault::new(FaultKind::InvalidArgument, detail).tensor(tensor.name()));
+        }
+        let mut buffer = self.buffer(tensor)?;
+        buffer.as_mut_slice::<T>().copy_from_slice(data);
+        let done = self.start(tensor, None, buffer, true)?.wait()?;
+        data.copy_from_slice(done.output.as_slice::<T>());
+        Ok(done.outcome)
+    }
+
+    /// Waits until every rank is here.
+    ///
+    /// # Errors
+    /// As [`Handle::wait`].
+    pub fn barrier(&self) -> Result<(), Fault> {
+        let Some(barrier) = &self.barrier else { return Ok(()) };
+        let nothing = barrier.shared.pool.take()?;
+        self.start(barrier, None, nothing, true)?.wait()?;
+        Ok(())
+    }
+
+    /// Ends a step: publishes the CRC-32 of every unit that this rank reduced since the last commit to the job's
+    /// version log. Never waits for the broker; see [`Stats::versions_dropped`].
+    pub fn commit(&self) -> Version {
+        let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
+        let epoch = self.identity.epoch;
+        let crcs = self.driver.with_engine(crate::engine::Engine::take_checksums);
+        if let Some(control) = &self.control {
+            let contributors = (0..self.world_size()).map(Rank).collect();
+            let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
+            if !control.publish_version(record) {
+                self.versions_dropped.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Version { epoch, step }
+    }
+
+    /// What was counted since the group was made.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let mut stats = self.driver.with_engine(|engine| engine.stats());
+        stats.versions_dropped = self.versions_dropped.load(Ordering::Relaxed);
+        stats
+    }
+
+    /// Why the job failed, if it did.
+    #[must_use]
+    pub fn fault(&self) -> Option<Fault> {
+        self.driver.with_engine(|engine| engine.fault().cloned())
+    }
+
+    /// Leaves the job in good order: the other ranks get what they still need from this one, for 2 seconds at most,
+    /// and version records are published. Operations in flight are waited for first.
+    ///
+    /// # Errors
+    /// Why the job failed, if it did.
+    pub fn close(mut self) -> Result<(), Fault> {
+        let fault = self.fault();
+        self.shut_down();
+        fault.map_or(Ok(()), Err)
+    }
+
+    fn shut_down(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
+        self.driver.with_engine(crate::engine::Engine::leave);
+        let limit = Instant::now().checked_add(FAREWELL_MAX);
+        self.driver
+            .drive_to(limit, |engine| (engine.said_farewell() || engine.fault().is_some()) && engine.is_flushed());
+        if let Some(control) = self.control.take() {
+            if let Some(fault) = self.driver.with_engine(|engine| engine.fault().cloned())
+                && fault.reporter.is_none()
+            {
+                control.report(&fault);
+            }
+            control.leave(FAREWELL_MAX);
+        }
+        self.driver.stop(thread);
+        drop(self.guard.take());
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+fn find(engine: &mut crate::engine::Engine, name: &str) -> Result<Tensor, Fault> {
+    let id: TensorId = engine.tensor(name).ok_or_else(|| {
+        let detail = "it was never declared: declare it on every rank with Group::declare first";
+        Fault::new(FaultKind::UndeclaredTensor, detail).tensor(name)
+    })?;
+    let shared: &Arc<TensorShared> = engine.shared(id);
+    Ok(Tensor { shared: Arc::clone(shared) })
+}

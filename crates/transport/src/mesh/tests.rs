@@ -1,0 +1,317 @@
+//! Meshes of threads, and everything that can keep one from coming up.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Mutex;
+use std::thread;
+
+use gradwire_proto::frame::JobTag;
+use gradwire_proto::member::HostId;
+use gradwire_proto::{Epoch, Secret};
+
+use super::*;
+use crate::establish::ListenConfig;
+use crate::{Remote, Sink, Transport};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn hello(rank: u32, world_size: u32) -> HelloParams {
+    let (secret, job) = (Secret::from_bytes([5; 32]), JobTag([6; 16]));
+    HelloParams { secret, job, epoch: Epoch(1), rank: Rank(rank), world_size }
+}
+
+fn bind() -> Listeners {
+    let config = ListenConfig { address: Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), ..ListenConfig::default() };
+    Listeners::bind(&config).expect("bind")
+}
+
+fn never() -> Option<Fault> {
+    None
+}
+
+/// Connects a world of threads; `change` may spoil each rank's configuration. Results by rank.
+fn world(size: u32, choice: Choice, change: impl Fn(u32, &mut MeshConfig) + Sync) -> Vec<Result<Links, Fault>> {
+    let listeners: Vec<_> = (0..size).map(|_| bind()).collect();
+    let members: Vec<_> = listeners.iter().map(|listeners| listeners.endpoint().clone()).collect();
+    let change = &change;
+    let members = &members;
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..)
+            .zip(listeners)
+            .map(|(rank, listeners)| {
+                scope.spawn(move || {
+                    let hello = hello(rank, size);
+                    let mut config = MeshConfig { hello, members: members.clone(), choice, deadline: PATIENCE };
+                    change(rank, &mut config);
+                    listeners.connect(&config, &never)
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+    })
+}
+
+#[derive(Default)]
+struct Heard(Vec<(Rank, Vec<u8>)>);
+
+impl Sink for Heard {
+    fn admit(&mut self, _: Rank, _: &[u8], _: Remote, _: usize) -> bool {
+        true
+    }
+    fn message(&mut self, peer: Rank, message: &[u8]) {
+        self.0.push((peer, message.to_vec()));
+    }
+    fn written(&mut self, _: Rank, _: &[u8], _: Remote, _: usize) {}
+    fn sent(&mut self, _: Rank, _: u64) {}
+    fn peer_down(&mut self, peer: Rank, fault: Fault) {
+        unreachable!("{peer} is down: {fault}");
+    }
+}
+
+/// Every rank sends its number to every other, sleeping on the links' descriptor between polls.
+fn all_talk(world: Vec<Result<Links, Fault>>) -> Vec<Links> {
+    let size = world.len() as u32;
+    let mut links: Vec<_> = world.into_iter().map(|links| links.expect("links")).collect();
+    for (rank, links) in (0..).zip(&mut links) {
+        for peer in (0..size).filter(|peer| *peer != rank) {
+            links.send(Rank(peer), &[rank as u8]).expect("send");
+        }
+    }
+    let mut heard: Vec<_> = links.iter().map(|_| Heard::default()).collect();
+    let start = Instant::now();
+    while heard.iter().any(|heard| heard.0.len() + 1 < size as usize) {
+        assert!(start.elapsed() < PATIENCE, "not everybody heard everybody");
+        let mut happened = 0;
+        for (links, heard) in links.iter_mut().zip(&mut heard) {
+            happened += links.poll(heard);
+        }
+        if happened == 0 && links.iter_mut().all(Transport::arm) {
+            let fds: Vec<_> = links.iter().map(|links| links.event_fd()).collect();
+            let mut fds: Vec<_> =
+                fds.iter().map(|fd| rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)).collect();
+            let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+            assert!(rustix::event::poll(&mut fds, Some(&timeout)).expect("poll") > 0, "slept through what came");
+        }
+    }
+    for (rank, heard) in (0..).zip(&mut heard) {
+        heard.0.sort();
+        let expected: Vec<_> =
+            (0..size).filter(|peer| *peer != rank).map(|peer| (Rank(peer), vec![peer as u8])).collect();
+        assert_eq!(heard.0, expected);
+    }
+    links
+}
+
+fn names(links: &Links, size: u32) -> Vec<&'static str> {
+    (0..size).map(|peer| links.name(Rank(peer))).collect()
+}
+
+fn fault(result: &Result<Links, Fault>) -> &Fault {
+    result.as_ref().expect_err("must not come up")
+}
+
+#[test]
+fn ranks_of_one_host_meet_in_shared_memory_or_where_they_are_told() {
+    for (choice, name) in [(Choice::Auto, "shm"), (Choice::Shm, "shm"), (Choice::Tcp, "tcp")] {
+        let links = all_talk(world(4, choice, |_, _| {}));
+        assert_eq!(names(&links[0], 4), ["none", name, name, name]);
+        assert_eq!(names(&links[3], 4), [name, name, name, "none"]);
+    }
+}
+
+#[test]
+fn one_rank_alone_needs_no_links() {
+    let mut links = all_talk(world(1, Choice::Auto, |_, _| {})).remove(0);
+    assert_eq!(links.poll(&mut Heard::default()), 0);
+    assert!(links.arm());
+}
+
+#[test]
+fn hosts_are_linked_over_tcp_and_ranks_within_one_over_shared_memory() {
+    let elsewhere = |_: u32, config: &mut MeshConfig| config.members[1].host = HostId([9; 16]);
+    let links = all_talk(world(3, Choice::Auto, elsewhere));
+    assert_eq!(names(&links[0], 3), ["none", "tcp", "shm"]);
+    assert_eq!(names(&links[1], 3), ["tcp", "none", "tcp"]);
+}
+
+#[test]
+fn an_unreachable_unix_socket_falls_back_to_tcp_unless_shm_is_a_must() {
+    let wrong = |_: u32, config: &mut MeshConfig| config.members[0].socket = "gradwire-nobody".into();
+    let links = all_talk(world(2, Choice::Auto, wrong));
+    assert_eq!(names(&links[0], 2), ["none", "tcp"]);
+    let results = world(2, Choice::Shm, |rank, config| {
+        wrong(rank, config);
+        config.deadline = Duration::from_millis(300);
+    });
+    assert!(fault(&results[1]).detail.contains("rank 0"), "{}", fault(&results[1]));
+}
+
+#[test]
+fn shm_across_hosts_names_both_hosts_and_the_remedy() {
+    let results = world(2, Choice::Shm, |_, config| {
+        config.members[1].host = HostId([9; 16]);
+        config.members[0].hostname = "alpha".into();
+        config.members[1].hostname = "beta".into();
+    });
+    for result in &results {
+        let detail = &fault(result).detail;
+        assert!(["alpha", "beta", "--transport auto or tcp"].iter().all(|part| detail.contains(part)), "{detail}");
+    }
+}
+
+#[test]
+fn a_rank_without_the_secret_learns_it_at_once_and_the_others_miss_it() {
+    let results = world(2, Choice::Auto, |rank, config| {
+        if rank == 1 {
+            config.hello.secret = Secret::from_bytes([7; 32]);
+        } else {
+            config.deadline = Duration::from_secs(2);
+        }
+    });
+    assert_eq!(fault(&results[1]).kind, FaultKind::SecretMismatch);
+    let missed = fault(&results[0]);
+    assert_eq!((missed.kind, missed.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
+    assert!(missed.detail.contains("no link from rank 1 within 2 s") && missed.detail.contains("secret"), "{missed}");
+}
+
+#[test]
+fn ranks_that_count_differently_fail_on_both_sides() {
+    let results = world(2, Choice::Auto, |rank, config| {
+        if rank == 1 {
+            config.hello.world_size = 3;
+            config.members.push(config.members[1].clone());
+        }
+    });
+    for (rank, result) in results.iter().enumerate() {
+        let fault = fault(result);
+        assert_eq!((fault.kind, fault.rank), (FaultKind::WorldMismatch, Some(Rank(1 - rank as u32))), "{fault}");
+    }
+}
+
+#[test]
+fn two_processes_with_one_rank_are_found_out() {
+    let (listeners, third) = (bind(), bind());
+    let members = vec![listeners.endpoint().clone(), third.endpoint().clone(), third.endpoint().clone()];
+    let config =
+        |rank| MeshConfig { hello: hello(rank, 3), members: members.clone(), choice: Choice::Auto, deadline: PATIENCE };
+    let over = Mutex::new(false);
+    let stop = || over.lock().expect("lock").then(|| Fault::new(FaultKind::Closed, "the test is over"));
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            let (listeners, config) = (bind(), config(1));
+            scope.spawn(move || listeners.connect(&config, &stop).map(drop));
+        }
+        let fault = listeners.connect(&config(0), &never).expect_err("two of them");
+        *over.lock().expect("lock") = true;
+        assert_eq!((fault.kind, fault.rank), (FaultKind::WorldMismatch, Some(Rank(1))));
+        assert!(fault.detail.contains("two processes say that they are rank 1"), "{fault}");
+    });
+}
+
+#[test]
+fn a_missing_rank_is_named_when_the_deadline_is_over() {
+    let listeners = bind();
+    let members = vec![listeners.endpoint().clone(); 4];
+    let deadline = Duration::from_millis(300);
+    let config = MeshConfig { hello: hello(0, 4), members, choice: Choice::Auto, deadline };
+    let fault = listeners.connect(&config, &never).expect_err("nobody came");
+    assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
+    assert!(fault.detail.contains("no link from rank 1, rank 2, rank 3 within 0.3 s"), "{fault}");
+}
+
+#[test]
+fn a_fault_learned_elsewhere_ends_the_wait() {
+    let listeners = bind();
+    let members = vec![listeners.endpoint().clone(); 2];
+    let config = MeshConfig { hello: hello(0, 2), members, choice: Choice::Auto, deadline: PATIENCE };
+    let stop = || Some(Fault::new(FaultKind::JobNameTaken, "elsewhere"));
+    assert_eq!(listeners.connect(&config, &stop).expect_err("stopped").kind, FaultKind::JobNameTaken);
+}
+
+/// The endpoint of a rank 0 that is nothing but a TCP address, on another host.
+fn bare_endpoint(listener: &TcpListener) -> Endpoint {
+    Endpoint { addresses: vec![listener.local_addr().expect("address")], hostname: "far".into(), ..Endpoint::default() }
+}
+
+fn dial_only(endpoint: Endpoint) -> Fault {
+    let listeners = bind();
+    let members = vec![endpoint, listeners.endpoint().clone()];
+    let config = MeshConfig { hello: hello(1, 2), members, choice: Choice::Auto, deadline: PATIENCE };
+    listeners.connect(&config, &never).expect_err("nobody there")
+}
+
+#[test]
+fn a_refused_address_is_given_up_before_the_deadline_and_named() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let endpoint = bare_endpoint(&listener);
+    drop(listener);
+    let address = endpoint.addresses[0].to_string();
+    let fault = dial_only(endpoint);
+    assert_eq!((fault.kind, fault.rank), (FaultKind::AddressUnreachable, Some(Rank(0))));
+    let parts = [address.as_str(), "refused", "GRADWIRE_ADVERTISE", "GRADWIRE_SOCKET_IFNAME"];
+    assert!(parts.iter().all(|part| fault.detail.contains(part)), "{fault}");
+}
+
+#[test]
+fn another_program_at_the_address_is_recognised() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let endpoint = bare_endpoint(&listener);
+    // Answers until the dialer has given up; then the last connection is ours.
+    let server = thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            if stream.write_all(b"SSH-2.0-OpenSSH_9.2p1 and more than forty bytes\r\n").is_err() {
+                continue;
+            }
+            let mut first = [0; 1];
+            if stream.read(&mut first).is_ok_and(|count| count == 1) && first == *b"Q" {
+                break;
+            }
+        }
+    });
+    let address = endpoint.addresses[0];
+    let fault = dial_only(endpoint);
+    assert!(fault.detail.contains("is not gradwire"), "{fault}");
+    assert_eq!(fault.rank, Some(Rank(0)));
+    TcpStream::connect(address).and_then(|mut stream| stream.write_all(b"Q")).expect("end the server");
+    server.join().expect("server");
+}
+
+#[test]
+fn strangers_neither_stop_nor_slow_a_mesh_that_comes_up() {
+    let listeners: Vec<_> = (0..2).map(|_| bind()).collect();
+    let members: Vec<_> = listeners.iter().map(|listeners| listeners.endpoint().clone()).collect();
+    let address = members[0].addresses[0];
+    // In front of the only link: silence, garbage and half a hello, more than there are places for.
+    let mut strangers = Vec::new();
+    for index in 0..100 {
+        let mut stream = TcpStream::connect(address).expect("connect");
+        match index % 3 {
+            0 => {}
+            1 => stream.write_all(&[0xff; 4096]).expect("write"),
+            _ => {
+                let (_, first) = gradwire_proto::hello::Handshake::dial(&hello(1, 2), Rank(0), [3; 32]);
+                stream.write_all(&first[..20]).expect("write");
+            }
+        }
+        strangers.push(stream);
+    }
+    let results: Vec<_> = thread::scope(|scope| {
+        let members = &members;
+        let ranks: Vec<_> = (0..)
+            .zip(listeners)
+            .map(|(rank, listeners)| {
+                let config = MeshConfig {
+                    hello: hello(rank, 2),
+                    members: members.clone(),
+                    choice: Choice::Tcp,
+                    deadline: PATIENCE,
+                };
+                scope.spawn(move || listeners.connect(&config, &never))
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+    });
+    all_talk(results);
+    let closed = TcpStream::connect(address).expect_err("nothing listens any more");
+    assert_eq!(closed.kind(), std::io::ErrorKind::ConnectionRefused);
+}
