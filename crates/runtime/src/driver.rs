@@ -35,8 +35,9 @@ pub(crate) struct Driver {
     submissions: ArrayQueue<Submission>,
     faults: ArrayQueue<Fault>,
     waiters: ArrayQueue<Thread>,
-    /// Threads that want the baton.
+    /// Threads that want the baton; and those of them that want it for a moment only, whom every other lets pass.
     wanted: AtomicU32,
+    wanted_briefly: AtomicU32,
     /// How often a waiting thread took the baton.
     uses: AtomicU64,
     /// Whoever has the baton sleeps, or is about to.
@@ -72,6 +73,7 @@ impl Driver {
             faults: ArrayQueue::new(16),
             waiters: ArrayQueue::new(WAITERS_MAX),
             wanted: AtomicU32::new(0),
+            wanted_briefly: AtomicU32::new(0),
             uses: AtomicU64::new(0),
             sleeping: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -127,9 +129,20 @@ impl Driver {
         self.ring();
     }
 
+    /// Waits until those who want the baton for a moment only have had it: they may be what an operation waits for.
+    fn let_pass(&self) {
+        self.wake_waiters();
+        while self.wanted_briefly.load(Ordering::SeqCst) > 0 && !self.engine.is_empty() {
+            thread::yield_now();
+        }
+    }
+
     /// Does something with the engine, as soon as it can be had.
     pub(crate) fn with_engine<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
-        let mut engine = self.acquire(None, &|| false).unwrap_or_else(|| unreachable!("waits until it has the engine"));
+        self.wanted_briefly.fetch_add(1, Ordering::SeqCst);
+        let engine = self.acquire(None, &|| false);
+        self.wanted_briefly.fetch_sub(1, Ordering::SeqCst);
+        let mut engine = engine.unwrap_or_else(|| unreachable!("waits until it has the engine"));
         self.take_submissions(&mut engine);
         let result = act(&mut engine);
         self.release(engine);
@@ -161,6 +174,12 @@ impl Driver {
         let mut idle_since = None;
         let mut ended = engine.ended();
         while !done(&engine) && limit.is_none_or(|limit| Instant::now() < limit) {
+            if self.wanted_briefly.load(Ordering::SeqCst) > 0 {
+                self.put(engine);
+                self.let_pass();
+                let Some(back) = self.acquire(limit, done_outside) else { return };
+                engine = back;
+            }
             let moved = self.turn(&mut engine);
             if engine.ended() != ended {
                 ended = engine.ended();
@@ -222,6 +241,7 @@ impl Driver {
         let pending = !self.submissions.is_empty()
             || !self.faults.is_empty()
             || self.control_rang.load(Ordering::SeqCst)
+            || self.wanted_briefly.load(Ordering::SeqCst) > 0
             || (yielding && self.wanted.load(Ordering::SeqCst) > 0)
             || self.stop.load(Ordering::SeqCst);
         if !pending && let Some(timeout) = engine.prepare_sleep() {

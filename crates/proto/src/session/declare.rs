@@ -74,7 +74,7 @@ impl Session {
         let length = header.unit_count;
         if length as usize > MANIFEST_BYTES_MAX
             // A peer that is through with a round may begin the next before this rank is.
-            || header.bucket.0 != state.rounds_ready
+            || header.bucket.0 != self.rounds_taken
             || header.unit_first.0 as usize != state.manifest.len()
             || state.manifest_len.is_some_and(|known| known != length)
             || state.manifest.len() + body.len() > length as usize
@@ -89,10 +89,7 @@ impl Session {
     }
 
     fn check_manifests(&mut self) {
-        let complete = self.others().all(|peer| {
-            let peer = &self.peers[peer.index()];
-            peer.has_manifest() && peer.rounds_ready == self.rounds
-        });
+        let complete = self.others().all(|peer| self.peers[peer.index()].has_manifest());
         if let Some(round) = self.declaring.as_mut().filter(|round| complete && !round.reported) {
             round.reported = true;
             self.events.push_back(Event::Manifests);
@@ -106,6 +103,7 @@ impl Session {
         for peer in &mut self.peers {
             peer.manifest_len = None;
         }
+        self.rounds_taken += 1;
         manifests[self.config.rank.index()] = own;
         manifests
     }

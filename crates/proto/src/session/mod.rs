@@ -175,7 +175,9 @@ pub struct Session {
     events: VecDeque<Event>,
     blocked: Bits,
     declaring: Option<declare::Round>,
+    /// Declaration rounds that are over, and whose manifests the driver has.
     rounds: u32,
+    rounds_taken: u32,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -203,6 +205,7 @@ impl Session {
             blocked: Bits::new(world),
             declaring: None,
             rounds: 0,
+            rounds_taken: 0,
             somebody_left: false,
             leaving: false,
             farewell: false,
