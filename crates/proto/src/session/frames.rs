@@ -88,14 +88,19 @@ impl Session {
         let mut fresh = true;
         for unit in run(header) {
             let own = (unit.0 - state.owned.start) as usize;
-            let expected = state.expected(own);
+            let tensor = &self.tensors[self.plan.unit(unit).tensor.index()];
             // A receiver that has its result may offer for the next step before this owner is through with its own.
-            let ahead = if contributes { header.step > expected } else { header.step.0 > expected.0 + 1 };
-            if ahead {
+            let (first, last) = if contributes {
+                (state.expected(own), state.expected(own))
+            } else if tensor.active && tensor.acks.get(peer.index()) {
+                (tensor.step.next(), tensor.step.next())
+            } else {
+                (tensor.step, tensor.step)
+            };
+            if header.step > last {
                 return Err(violation(peer, "a contribution to a step that cannot have begun"));
             }
-            let late = if contributes { header.step < expected } else { header.step.next() < expected };
-            fresh &= !late && !state.arrived.get(own * world + peer.index());
+            fresh &= header.step >= first && !state.arrived.get(own * world + peer.index());
         }
         Ok(fresh)
     }
@@ -364,7 +369,11 @@ impl Session {
         if step >= state.expected(own) {
             return Ok(false);
         }
-        let settled = self.plan.bucket(plan.bucket).acked && !self.tensors[plan.tensor.index()].active;
+        // Once acknowledged, the data may be the caller's again.
+        let settled = self.plan.bucket(plan.bucket).acked && {
+            let tensor = &self.tensors[plan.tensor.index()];
+            !tensor.active || tensor.step != step || tensor.acks.get(peer.index())
+        };
         if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
             self.counters.resent += 1;
         }
