@@ -24,7 +24,7 @@ fn declarations_that_differ_are_named_on_every_rank() {
 #[test]
 fn a_rank_that_declares_nothing_is_named_at_the_deadline() {
     let plan = Plan::new(3, "tcp").with("GRADWIRE_DEADLINE_MS", 3000);
-    assert_faults(&plan.run(&["declare", "never"]), &[0, 2], "NotOffered", &["rank=1", "rank 1"]);
+    assert_faults(&plan.run(&["declare", "never"]), &[0, 1, 2], "NotOffered", &["rank=1", "rank 1"]);
 }
 
 #[test]
@@ -32,12 +32,7 @@ fn a_tensor_that_one_rank_never_offers_is_named_at_the_deadline() {
     for transport in TRANSPORTS {
         let plan = Plan::new(3, transport).with("GRADWIRE_DEADLINE_MS", 3000);
         let began = Instant::now();
-        let ended = plan.run(&["skip"]);
-        // Which of the two overdue operations is reported depends on who waits for whom.
-        for rank in &ended {
-            assert!(rank.verdict().starts_with("fault NotOffered "), "{ended:#?}");
-        }
-        assert!(ended.iter().any(|rank| rank.verdict().contains("rank=1 tensor=skipped")), "{ended:#?}");
+        assert_faults(&plan.run(&["skip"]), &[0, 1, 2], "NotOffered", &["rank=1 tensor=skipped", "rank 1"]);
         assert!(began.elapsed() < PATIENCE);
     }
 }

@@ -219,7 +219,9 @@ impl Session {
         let step = header.step;
         let state = &self.tensors[tensor.index()];
         let settled = match header.kind {
-            FrameKind::Result => state.step > step || (state.step == step && self.has_all_of(tensor, peer)),
+            FrameKind::Result => {
+                state.step > step || (state.step == step && state.active && self.has_all_of(tensor, peer))
+            }
             _ => plan.collective == Collective::ReduceScatter && self.is_used(tensor, header.bucket, step),
         };
         if settled {

@@ -490,3 +490,22 @@ fn a_rank_may_begin_the_next_declaration_round_before_others_are_through_with_th
     }
     assert_eq!(world.failed, vec![None; 3]);
 }
+
+#[test]
+fn a_source_that_is_early_waits_for_receivers_that_are_late() {
+    let kinds = [Collective::AllGather, Collective::Broadcast { root: Rank(0) }];
+    for collective in kinds {
+        let mut world = World::new(3, &[declaration("spread", 1, collective)]);
+        for step in 1..=3 {
+            world.sessions[0].post(TensorId(0), world.now, None).unwrap();
+            // Long enough that what is missing is asked for, and sent again, several times.
+            world.run(5000);
+            for rank in [1, 2] {
+                world.sessions[rank].post(TensorId(0), world.now, None).unwrap();
+                world.run(3000);
+            }
+            assert_eq!(world.failed, vec![None; 3], "{collective}");
+            assert!(world.done.iter().all(|done| done.len() == step), "{collective}");
+        }
+    }
+}

@@ -7,7 +7,7 @@ use super::state::Outgoing;
 use super::{Session, name_ranks};
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
-use crate::ids::{Rank, TensorId};
+use crate::ids::{Rank, TensorId, UnitIndex};
 
 impl Session {
     /// The time at which [`Session::handle_timeout`] must be called, if nothing happens before.
@@ -81,10 +81,14 @@ impl Session {
             if collective == Collective::ReduceScatter {
                 self.repeat_offer(tensor, peer);
             } else {
-                let owned = self.buckets[bucket.index()].owned.clone();
-                let first = units.start.max(owned.start);
-                if first < units.end.min(owned.end) {
-                    self.mark_result(crate::ids::UnitIndex(first), peer);
+                let state = &self.buckets[bucket.index()];
+                let first = units.start.max(state.owned.start);
+                let own = (first - state.owned.start) as usize;
+                let world = self.config.world_size as usize;
+                // A peer that has not offered yet is only late.
+                let offered = contributes || state.arrived.get(own * world + peer.index());
+                if first < units.end.min(state.owned.end) && offered {
+                    self.mark_result(UnitIndex(first), peer);
                 }
             }
         }
