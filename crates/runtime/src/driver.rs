@@ -335,15 +335,16 @@ impl Driver {
             thread::park_timeout(patience);
             let in_use = self.uses.load(Ordering::Relaxed) != uses;
             let urgent = !self.submissions.is_empty() || !self.faults.is_empty();
-            if in_use && !urgent {
-                patience = (patience * 2).min(TAKEOVER_MAX);
+            // Threads that wait again and again are left alone for a while, but not for ever: they may only look.
+            if in_use && !urgent && patience < TAKEOVER_MAX {
+                patience *= 2;
                 continue;
             }
             if self.wanted.load(Ordering::SeqCst) > 0 {
                 continue;
             }
+            patience = TAKEOVER;
             if let Some(engine) = self.engine.pop() {
-                patience = TAKEOVER;
                 self.drive_in_background(engine);
             }
         }

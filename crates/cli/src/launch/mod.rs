@@ -21,7 +21,6 @@ pub(crate) use self::command::{LaunchArgs, execute};
 pub(crate) use self::driver::run;
 pub(crate) use self::hosts::HostSlots;
 pub(crate) use self::output::{Line, Stream, forward_line};
-pub(crate) use self::report::{LaunchError, Report};
 use crate::args::{BrokerChoice, Transport, Wire};
 
 /// What to start, and where. Holds no secret: that is made when it starts.

@@ -42,7 +42,7 @@ pub(super) fn of_interface(name: &str) -> Result<Vec<IpAddr>, Fault> {
     Err(Fault::new(
         FaultKind::InvalidArgument,
         format!(
-            "the network interface '{name}' {what} on {}: set GRADWIRE_SOCKET_IFNAME to one of {}",
+            "the network interface '{name}' {what} on {}: set GRADWIRE_INTERFACE to one of {}",
             hostname(),
             names.join(", ")
         ),

@@ -108,8 +108,8 @@ fn listen_tcp(address: SocketAddr) -> Result<Socket, Fault> {
         std::io::ErrorKind::AddrNotAvailable => Fault::new(
             FaultKind::AddressUnreachable,
             format!(
-                "{} is not an address of this host ({}): set GRADWIRE_ADVERTISE to one of its own, or \
-                 GRADWIRE_SOCKET_IFNAME to the interface to use",
+                "{} is not an address of this host ({}): set GRADWIRE_ADDRESS to one of its own, or \
+                 GRADWIRE_INTERFACE to the interface to use",
                 address.ip(),
                 address::hostname()
             ),
@@ -161,7 +161,7 @@ mod tests {
         let config = ListenConfig { address: Some(Ipv4Addr::new(203, 0, 113, 77).into()), ..ListenConfig::default() };
         let fault = Listeners::bind(&config).expect_err("not ours");
         assert_eq!(fault.kind, FaultKind::AddressUnreachable);
-        assert!(fault.detail.contains("203.0.113.77") && fault.detail.contains("GRADWIRE_ADVERTISE"), "{fault}");
+        assert!(fault.detail.contains("203.0.113.77") && fault.detail.contains("GRADWIRE_ADDRESS"), "{fault}");
     }
 
     #[test]

@@ -248,7 +248,7 @@ fn a_refused_address_is_given_up_before_the_deadline_and_named() {
     let address = endpoint.addresses[0].to_string();
     let fault = dial_only(endpoint);
     assert_eq!((fault.kind, fault.rank), (FaultKind::AddressUnreachable, Some(Rank(0))));
-    let parts = [address.as_str(), "refused", "GRADWIRE_ADVERTISE", "GRADWIRE_SOCKET_IFNAME"];
+    let parts = [address.as_str(), "refused", "GRADWIRE_ADDRESS", "GRADWIRE_INTERFACE"];
     assert!(parts.iter().all(|part| fault.detail.contains(part)), "{fault}");
 }
 
