@@ -3,6 +3,8 @@
 //! A rank is the binary `e2e-rank` with the name of a scenario. It ends with one line on standard output: `ok ...`, or
 //! `fault KIND rank=R tensor=T: TEXT`.
 
+pub mod sys;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -102,7 +104,13 @@ impl Plan {
     /// The command of one rank.
     #[must_use]
     pub fn command(&self, rank: u32, arguments: &[&str]) -> Command {
-        let mut command = Command::new(binary("e2e-rank"));
+        self.command_of("e2e-rank", rank, arguments)
+    }
+
+    /// The command of one rank that is another binary.
+    #[must_use]
+    pub fn command_of(&self, name: &str, rank: u32, arguments: &[&str]) -> Command {
+        let mut command = Command::new(binary(name));
         command.args(arguments).env_clear().envs(&self.variables);
         if let Some(path) = std::env::var_os("PATH") {
             command.env("PATH", path);

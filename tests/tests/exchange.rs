@@ -1,6 +1,6 @@
 //! What every rank gets: the right bits, whatever the transport, the wire format and the number of ranks.
 
-use gradwire_tests::{Plan, assert_same_verdict};
+use gradwire_tests::{Job, Plan, assert_same_verdict};
 
 #[test]
 fn every_collective_type_and_size_gives_the_reference_bits_on_every_rank() {
@@ -45,6 +45,15 @@ fn sums_that_half_precision_gets_wrong_elsewhere() {
 fn ten_thousand_steps_leave_memory_descriptors_and_threads_flat() {
     for transport in ["shm", "tcp"] {
         assert_same_verdict(&Plan::new(2, transport).run(&["many-steps", "10000"]));
+    }
+}
+
+#[test]
+fn steady_state_does_not_allocate() {
+    for transport in ["shm", "tcp"] {
+        let plan = Plan::new(2, transport);
+        let ended = Job::start((0..2).map(|rank| plan.command_of("e2e-steady", rank, &[]))).wait();
+        assert_eq!(assert_same_verdict(&ended), "ok 0 allocations", "{transport}");
     }
 }
 

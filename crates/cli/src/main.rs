@@ -72,7 +72,7 @@ fn main() -> ExitCode {
 
 /// Logs go to standard error, and only warnings unless `RUST_LOG` asks for more.
 fn log_to_stderr() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,pulsar=off"));
     // Fails only where something logs already: then that does.
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
 }

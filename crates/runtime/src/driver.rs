@@ -215,9 +215,8 @@ impl Driver {
     fn take_control_events(&self, engine: &mut Engine) {
         let Some(control) = &self.control else { return };
         while let Some(event) = control.event() {
-            match event {
-                ControlEvent::Failed(fault) => engine.fail(fault),
-                _ => {}
+            if let ControlEvent::Failed(fault) = event {
+                engine.fail(fault);
             }
         }
     }

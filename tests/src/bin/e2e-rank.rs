@@ -17,7 +17,7 @@ fn main() -> ExitCode {
         "small-halves" => join().and_then(|group| small_halves(&group)),
         "declare" => join().and_then(|group| declare(&group, argument(1))),
         "skip" => join().and_then(|group| skip(&group)),
-        "uneven" => join().and_then(|group| uneven(group)),
+        "uneven" => join().and_then(uneven),
         "undeclared" => join().and_then(|group| undeclared(&group)),
         "die" => join().and_then(|group| die(&group, argument(1), argument(2))),
         "stay" => join().and_then(|group| stay(&group)),

@@ -17,7 +17,7 @@ const JOB_NAME_BYTES_MAX: usize = 100;
 /// Start a program on many ranks.
 ///
 /// Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
-/// what gradwire needs to join the job. Lines that ranks write come out behind "[rank] ". Standard input of the ranks
+/// what gradwire needs to join the job. Lines that ranks write come out behind `[rank]`. Standard input of the ranks
 /// is empty. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks; a second SIGINT within two
 /// seconds ends them at once.
 ///

@@ -468,7 +468,7 @@ fn a_rank_may_begin_the_next_declaration_round_before_others_are_through_with_th
     for rank in 0..3 {
         assert_eq!(world.sessions[rank].take_manifests().len(), 3);
         world.sessions[rank].lay_out(&[declaration("more", 10, Collective::AllReduce)]);
-        world.sessions[rank].prepare(&vec![Location::default(); 3]);
+        world.sessions[rank].prepare(&[Location::default(); 3]);
     }
     // Rank 2's word to rank 0 is held back; rank 1 is through, and declares again.
     for rank in 0..3 {

@@ -129,7 +129,8 @@ fn a_slurm_step_counts_and_a_batch_script_does_not() {
 
 #[test]
 fn contradictions_name_the_variable_and_its_value() {
-    let cases: [(&[(&str, &str)], &[&str]); 9] = [
+    type Case = (&'static [(&'static str, &'static str)], &'static [&'static str]);
+    let cases: [Case; 9] = [
         (&[("RANK", "4"), ("WORLD_SIZE", "4")], &["RANK is 4", "WORLD_SIZE is 4"]),
         (&[("RANK", "-1"), ("WORLD_SIZE", "4")], &["RANK is '-1'"]),
         (&[("RANK", "0"), ("WORLD_SIZE", "many")], &["WORLD_SIZE is 'many'"]),
