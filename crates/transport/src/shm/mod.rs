@@ -10,7 +10,7 @@
 //! - No process maps memory of another for writing, and no descriptor's state is shared: a peer that breaks the rules
 //!   loses its link, and can neither change our memory nor make us wait.
 //! - Nothing has a name: memory files and sockets end with the processes that hold them, however those end.
-//! - Between sleeps, polling makes one system call in [`POLLS_PER_LOOK`] polls; sending makes none to a peer that is
+//! - Between sleeps, polling makes one system call in `POLLS_PER_LOOK` polls; sending makes none to a peer that is
 //!   awake. Nothing is allocated after links and regions are set up.
 
 mod announce;
