@@ -24,6 +24,8 @@ const SUBMISSIONS_MAX: usize = 4096;
 const WAITERS_MAX: usize = 256;
 /// The background thread looks after an idle engine this soon after a waiting thread let go of it.
 const TAKEOVER: Duration = Duration::from_millis(1);
+/// The background thread takes up an asynchronous operation this long after it was handed over.
+const GRACE: Duration = Duration::from_micros(100);
 /// While waiting threads keep using the engine, it looks less and less often, down to this.
 const TAKEOVER_MAX: Duration = Duration::from_millis(16);
 /// A thread that waits for the baton looks again after this long, in case its wake-up went elsewhere.
@@ -42,7 +44,11 @@ pub(crate) struct Driver {
     uses: AtomicU64,
     /// Whoever has the baton sleeps, or is about to.
     sleeping: AtomicBool,
+    /// The engine was laid down with something still going on.
+    busy: AtomicBool,
     stop: AtomicBool,
+    /// The background thread was woken and has not looked yet.
+    alerted: AtomicBool,
     doorbell: OwnedFd,
     control: Option<Arc<ControlPlane>>,
     control_rang: AtomicBool,
@@ -76,7 +82,9 @@ impl Driver {
             wanted_briefly: AtomicU32::new(0),
             uses: AtomicU64::new(0),
             sleeping: AtomicBool::new(false),
+            busy: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            alerted: AtomicBool::new(false),
             doorbell,
             control,
             control_rang: AtomicBool::new(true),
@@ -272,7 +280,9 @@ impl Driver {
     }
 
     fn wake_background(&self) {
-        if let Some(thread) = self.background.get() {
+        if !self.alerted.swap(true, Ordering::SeqCst)
+            && let Some(thread) = self.background.get()
+        {
             thread.unpark();
         }
     }
@@ -313,6 +323,7 @@ impl Driver {
     /// Lays the baton down; somebody must go on if there is something to go on with.
     fn release(&self, engine: Box<Engine>) {
         let busy = !engine.is_idle() || !engine.is_flushed();
+        self.busy.store(busy, Ordering::SeqCst);
         self.put(engine);
         self.wake_waiters();
         if busy {
@@ -332,8 +343,13 @@ impl Driver {
         while !self.stop.load(Ordering::Acquire) {
             let uses = self.uses.load(Ordering::Relaxed);
             thread::park_timeout(patience);
+            self.alerted.store(false, Ordering::SeqCst);
+            if self.has_news() {
+                // A thread that is about to wait takes it up itself, without a hand-over.
+                thread::sleep(GRACE);
+            }
             let in_use = self.uses.load(Ordering::Relaxed) != uses;
-            let urgent = !self.submissions.is_empty() || !self.faults.is_empty();
+            let urgent = self.has_news();
             // Threads that wait again and again are left alone for a while, but not for ever: they may only look.
             if in_use && !urgent && patience < TAKEOVER_MAX {
                 patience *= 2;
@@ -347,6 +363,11 @@ impl Driver {
                 self.drive_in_background(engine);
             }
         }
+    }
+
+    fn has_news(&self) -> bool {
+        let left_over = self.busy.load(Ordering::SeqCst) && !self.engine.is_empty();
+        left_over || !self.submissions.is_empty() || !self.faults.is_empty()
     }
 
     fn drive_in_background(&self, mut engine: Box<Engine>) {

@@ -27,6 +27,7 @@ use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use crate::bits::Bits;
 use crate::dtype::Collective;
@@ -289,7 +290,9 @@ impl Session {
         let (collective, acked) = (plan.collective, plan.acked);
         let owned = plan.owned[me.index()].clone();
         let units = self.plan.tensor(tensor).units.clone();
-        let mut owners = Bits::new(self.config.world_size as usize);
+        let overlaps = |range: &Range<u32>| units.start.max(range.start) < units.end.min(range.end);
+        let owners = self.others().filter(|peer| overlaps(&plan.owned[peer.index()])).count();
+        let owns = overlaps(&owned);
         let mut results_missing = 0;
         let state = &mut self.buckets[bucket.index()];
         for unit in units.clone() {
@@ -298,7 +301,6 @@ impl Session {
                 results_missing += 1;
                 continue;
             }
-            owners.insert(owner.index());
             state.mark_contribution(unit);
             state.received.remove((unit - state.units.start) as usize);
             if collective != Collective::ReduceScatter {
@@ -306,14 +308,13 @@ impl Session {
             }
         }
         state.hold(now + self.config.timing.linger_ns);
-        let owns = units.start.max(owned.start) < units.end.min(owned.end);
         let tensor_state = &mut self.tensors[tensor.index()];
         let step = tensor_state.step;
         tensor_state.results_missing = results_missing;
         tensor_state.acks.clear();
         tensor_state.acks_missing = match collective {
             _ if !acked => 0,
-            Collective::ReduceScatter => owners.count() as u32,
+            Collective::ReduceScatter => owners as u32,
             _ if owns => self.config.world_size - 1,
             _ => 0,
         };

@@ -90,8 +90,11 @@ impl Engine {
         if transmit.data == (Data::Result { nonfinite: true }) {
             header.flags |= FLAG_NONFINITE;
         }
-        if bytes == 0 {
+        // To peers that write, a contribution says where the results are to go.
+        if transmit.data == Data::Contribution {
             header.location = self.result_location(transmit);
+        }
+        if bytes == 0 {
             return Ok(self.send_header(transmit.peer, &header));
         }
         let (source, base) = self.source(transmit)?;
@@ -105,7 +108,6 @@ impl Engine {
             self.send_header(transmit.peer, &header)
         } else {
             let slice = source.slice(range);
-            header.location = self.result_location(transmit);
             self.write(transmit, &header, slice, run.start)
         };
         if taken.is_ok() {

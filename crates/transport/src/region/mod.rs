@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
-use crossbeam_queue::SegQueue;
+use crossbeam_queue::{ArrayQueue, SegQueue};
 use gradwire_proto::{DType, Fault, FaultKind, RegionKey};
 
 pub(crate) use sys::{Mapping, PeerMapping};
@@ -46,14 +46,37 @@ pub struct Buffer {
 #[derive(Clone, Debug)]
 pub struct Pool {
     len: usize,
-    idle: Arc<SegQueue<(Arc<Mapping>, RegionKey)>>,
+    idle: Arc<Idle>,
+}
+
+type Block = (Arc<Mapping>, RegionKey);
+
+/// A pool's idle blocks: a few without ever allocating, any number if need be.
+#[derive(Debug)]
+struct Idle {
+    few: ArrayQueue<Block>,
+    more: SegQueue<Block>,
+}
+
+impl Idle {
+    const FEW: usize = 32;
+
+    fn push(&self, block: Block) {
+        if let Err(block) = self.few.push(block) {
+            self.more.push(block);
+        }
+    }
+
+    fn pop(&self) -> Option<Block> {
+        self.few.pop().or_else(|| self.more.pop())
+    }
 }
 
 impl Pool {
     /// A pool of blocks of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, idle: Arc::new(SegQueue::new()) }
+        Self { len, idle: Arc::new(Idle { few: ArrayQueue::new(Idle::FEW), more: SegQueue::new() }) }
     }
 
     /// A block whose [`Buffer::drop`] brings it back here. What it holds is unspecified.
