@@ -192,7 +192,7 @@ impl Session {
     }
 
     /// Whether all results of the tensor that `owner` owns are here.
-    fn has_all_of(&self, tensor: TensorId, owner: Rank) -> bool {
+    pub(super) fn has_all_of(&self, tensor: TensorId, owner: Rank) -> bool {
         self.next_missing_result(tensor, owner).is_none()
     }
 
@@ -407,98 +407,6 @@ impl Session {
         let fault = if fault.reporter.is_none() { fault.reported_by(peer) } else { fault };
         self.fail(fault);
         Ok(())
-    }
-
-    /// After a peer's goodbye: fails what it is still needed for.
-    pub(super) fn check_departed_all(&mut self) {
-        for at in 0..self.active.len() {
-            // A failure empties the list.
-            let Some(tensor) = self.active.get(at).copied() else { break };
-            self.check_departed(tensor);
-        }
-        if let Some(round) = &self.declaring {
-            let gone = self.others().find(|peer| self.peers[peer.index()].left && self.is_behind(round, *peer));
-            if let Some(rank) = gone {
-                let detail = format!("{rank} left the job while the other ranks were declaring tensors");
-                self.fail(Fault::new(FaultKind::RankLeft, detail).at(rank));
-            }
-        }
-    }
-
-    /// Fails an operation that needs a rank which has left; asks such a rank for results that it may still have.
-    pub(super) fn check_departed(&mut self, tensor: TensorId) {
-        for peer in self.others() {
-            let state = &self.peers[peer.index()];
-            if !state.left || self.fault.is_some() {
-                continue;
-            }
-            let down = state.down;
-            let plan = self.plan.tensor(tensor);
-            let (bucket, step) = (plan.bucket, self.tensors[tensor.index()].step);
-            if self.lacks_contribution(tensor, peer) {
-                self.fail_departed(tensor, peer);
-            } else if self.plan.bucket(bucket).distributes() && !self.has_all_of(tensor, peer) {
-                if down {
-                    self.fail_departed(tensor, peer);
-                } else {
-                    self.say(Outgoing::Nack { peer, bucket, tensor, step, results: true });
-                }
-            }
-        }
-    }
-
-    /// Whether this rank owns a unit of the tensor that cannot be reduced for want of this peer's contribution.
-    fn lacks_contribution(&self, tensor: TensorId, peer: Rank) -> bool {
-        let plan = self.plan.tensor(tensor);
-        let state = &self.buckets[plan.bucket.index()];
-        let step = self.tensors[tensor.index()].step;
-        let world = self.config.world_size as usize;
-        let contributes = self.plan.bucket(plan.bucket).contributes();
-        let acked = self.tensors[tensor.index()].acks.get(peer.index());
-        (plan.units.start.max(state.owned.start)..plan.units.end.min(state.owned.end))
-            .map(|unit| (unit - state.owned.start) as usize)
-            .any(|own| {
-                let settled = if contributes { state.is_published(own, step) } else { acked };
-                !settled && !state.arrived.get(own * world + peer.index())
-            })
-    }
-
-    fn fail_departed(&mut self, tensor: TensorId, peer: Rank) {
-        let step = self.tensors[tensor.index()].step;
-        let detail = format!(
-            "{peer} left the job and did not take part in this step: every rank must run the same number of steps"
-        );
-        self.fail(
-            Fault::new(FaultKind::RankLeft, detail).at(peer).tensor(self.plan.tensor(tensor).name.clone()).step(step),
-        );
-    }
-
-    /// Tells ranks that said goodbye that this rank needs nothing more from them, once that is so.
-    pub(super) fn answer_goodbyes(&mut self) {
-        if !self.somebody_left {
-            return;
-        }
-        for peer in self.others() {
-            if !self.peers[peer.index()].owes_goodbye_ack {
-                continue;
-            }
-            let needed = self.active.iter().any(|tensor| {
-                let distributes = self.plan.bucket(self.plan.tensor(*tensor).bucket).distributes();
-                distributes && !self.has_all_of(*tensor, peer)
-            });
-            if !needed {
-                self.peers[peer.index()].owes_goodbye_ack = false;
-                self.say(Outgoing::GoodbyeAck(peer));
-            }
-        }
-    }
-
-    /// Ranks whose contributions this rank, as owner, waits for in the tensor's current step.
-    pub(super) fn missing_contributors(&self, tensor: TensorId) -> impl Iterator<Item = Rank> + '_ {
-        let inactive = !self.tensors[tensor.index()].active;
-        (0..self.config.world_size).map(Rank).filter(move |rank| {
-            if *rank == self.config.rank { inactive } else { self.lacks_contribution(tensor, *rank) }
-        })
     }
 }
 

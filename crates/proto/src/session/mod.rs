@@ -16,6 +16,7 @@
 //! after [`Event::Failed`] the session accepts nothing, and tells every peer why.
 
 mod declare;
+mod departure;
 mod frames;
 mod state;
 #[cfg(test)]
@@ -452,40 +453,6 @@ impl Session {
         self.events.push_back(Event::Failed(fault));
     }
 
-    /// Says goodbye: this rank takes part in nothing further. [`Event::Farewell`] comes once every peer has what it
-    /// needs; until then the driver goes on.
-    pub fn leave(&mut self) {
-        if self.leaving {
-            return;
-        }
-        self.leaving = true;
-        for peer in self.others() {
-            if self.peers[peer.index()].reachable() {
-                self.outgoing.push_back(Outgoing::Goodbye(peer));
-            } else {
-                self.peers[peer.index()].goodbye_acked = true;
-            }
-        }
-        self.check_farewell();
-    }
-
-    /// The link to `peer` ended.
-    pub fn handle_link_down(&mut self, peer: Rank, fault: Fault) {
-        let state = &mut self.peers[peer.index()];
-        state.down = true;
-        state.goodbye_acked = true;
-        let left = state.left;
-        self.outgoing.retain(|message| message.peer() != peer);
-        if self.leaving {
-            self.check_farewell();
-        }
-        if left {
-            self.check_departed_all();
-        } else {
-            self.fail(fault);
-        }
-    }
-
     /// Queues a message, once: what is waiting to be said already is not said twice.
     fn say(&mut self, message: Outgoing) {
         if !self.outgoing.contains(&message) {
@@ -497,14 +464,6 @@ impl Session {
     fn others(&self) -> impl Iterator<Item = Rank> + use<> {
         let (me, world) = (self.config.rank.0, self.config.world_size);
         (1..world).map(move |distance| Rank((me + distance) % world))
-    }
-
-    fn check_farewell(&mut self) {
-        let done = self.others().all(|peer| self.peers[peer.index()].goodbye_acked);
-        if self.leaving && done && !self.farewell {
-            self.farewell = true;
-            self.events.push_back(Event::Farewell);
-        }
     }
 }
 

@@ -1,0 +1,144 @@
+//! Leaving: goodbyes, links that end, and what a rank that is gone is still needed for.
+
+use alloc::format;
+
+use super::state::Outgoing;
+use super::{Event, Session};
+use crate::fault::{Fault, FaultKind};
+use crate::ids::{Rank, TensorId};
+
+impl Session {
+    /// Says goodbye: this rank takes part in nothing further. [`Event::Farewell`] comes once every peer has what it
+    /// needs; until then the driver goes on.
+    pub fn leave(&mut self) {
+        if self.leaving {
+            return;
+        }
+        self.leaving = true;
+        for peer in self.others() {
+            if self.peers[peer.index()].reachable() {
+                self.outgoing.push_back(Outgoing::Goodbye(peer));
+            } else {
+                self.peers[peer.index()].goodbye_acked = true;
+            }
+        }
+        self.check_farewell();
+    }
+
+    /// The link to `peer` ended.
+    pub fn handle_link_down(&mut self, peer: Rank, fault: Fault) {
+        let state = &mut self.peers[peer.index()];
+        state.down = true;
+        state.goodbye_acked = true;
+        let left = state.left;
+        self.outgoing.retain(|message| message.peer() != peer);
+        if self.leaving {
+            self.check_farewell();
+        }
+        if left {
+            self.check_departed_all();
+        } else {
+            self.fail(fault);
+        }
+    }
+
+    /// After a peer's goodbye: fails what it is still needed for.
+    pub(super) fn check_departed_all(&mut self) {
+        for at in 0..self.active.len() {
+            // A failure empties the list.
+            let Some(tensor) = self.active.get(at).copied() else { break };
+            self.check_departed(tensor);
+        }
+        if let Some(round) = &self.declaring {
+            let gone = self.others().find(|peer| self.peers[peer.index()].left && self.is_behind(round, *peer));
+            if let Some(rank) = gone {
+                let detail = format!("{rank} left the job while the other ranks were declaring tensors");
+                self.fail(Fault::new(FaultKind::RankLeft, detail).at(rank));
+            }
+        }
+    }
+
+    /// Fails an operation that needs a rank which has left; asks such a rank for results that it may still have.
+    pub(super) fn check_departed(&mut self, tensor: TensorId) {
+        for peer in self.others() {
+            let state = &self.peers[peer.index()];
+            if !state.left || self.fault.is_some() {
+                continue;
+            }
+            let down = state.down;
+            let plan = self.plan.tensor(tensor);
+            let (bucket, step) = (plan.bucket, self.tensors[tensor.index()].step);
+            if self.lacks_contribution(tensor, peer) {
+                self.fail_departed(tensor, peer);
+            } else if self.plan.bucket(bucket).distributes() && !self.has_all_of(tensor, peer) {
+                if down {
+                    self.fail_departed(tensor, peer);
+                } else {
+                    self.say(Outgoing::Nack { peer, bucket, tensor, step, results: true });
+                }
+            }
+        }
+    }
+
+    /// Whether this rank owns a unit of the tensor that cannot be reduced for want of this peer's contribution.
+    fn lacks_contribution(&self, tensor: TensorId, peer: Rank) -> bool {
+        let plan = self.plan.tensor(tensor);
+        let state = &self.buckets[plan.bucket.index()];
+        let step = self.tensors[tensor.index()].step;
+        let world = self.config.world_size as usize;
+        let contributes = self.plan.bucket(plan.bucket).contributes();
+        let acked = self.tensors[tensor.index()].acks.get(peer.index());
+        (plan.units.start.max(state.owned.start)..plan.units.end.min(state.owned.end))
+            .map(|unit| (unit - state.owned.start) as usize)
+            .any(|own| {
+                let settled = if contributes { state.is_published(own, step) } else { acked };
+                !settled && !state.arrived.get(own * world + peer.index())
+            })
+    }
+
+    pub(super) fn fail_departed(&mut self, tensor: TensorId, peer: Rank) {
+        let step = self.tensors[tensor.index()].step;
+        let detail = format!(
+            "{peer} left the job and did not take part in this step: every rank must run the same number of steps"
+        );
+        self.fail(
+            Fault::new(FaultKind::RankLeft, detail).at(peer).tensor(self.plan.tensor(tensor).name.clone()).step(step),
+        );
+    }
+
+    /// Tells ranks that said goodbye that this rank needs nothing more from them, once that is so.
+    pub(super) fn answer_goodbyes(&mut self) {
+        if !self.somebody_left {
+            return;
+        }
+        for peer in self.others() {
+            if !self.peers[peer.index()].owes_goodbye_ack {
+                continue;
+            }
+            let needed = self.active.iter().any(|tensor| {
+                let distributes = self.plan.bucket(self.plan.tensor(*tensor).bucket).distributes();
+                distributes && !self.has_all_of(*tensor, peer)
+            });
+            if !needed {
+                self.peers[peer.index()].owes_goodbye_ack = false;
+                self.say(Outgoing::GoodbyeAck(peer));
+            }
+        }
+    }
+
+    /// Ranks whose contributions this rank, as owner, waits for in the tensor's current step.
+    pub(super) fn missing_contributors(&self, tensor: TensorId) -> impl Iterator<Item = Rank> + '_ {
+        let inactive = !self.tensors[tensor.index()].active;
+        (0..self.config.world_size).map(Rank).filter(move |rank| {
+            if *rank == self.config.rank { inactive } else { self.lacks_contribution(tensor, *rank) }
+        })
+    }
+
+    pub(super) fn check_farewell(&mut self) {
+        let done = self.others().all(|peer| self.peers[peer.index()].goodbye_acked);
+        if self.leaving && done && !self.farewell {
+            self.farewell = true;
+            self.events.push_back(Event::Farewell);
+        }
+    }
+}
