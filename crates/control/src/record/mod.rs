@@ -142,7 +142,7 @@ mod tests {
         let header = |kind, rank| Header { version: RECORD_VERSION, kind, instance, id, rank: Rank(rank) };
         let alive = Body::Alive { challenge: std::array::from_fn(|i| 0x20 + i as u8) };
         let bytes = key.seal(header(alive.kind(), 2), &alive.encode());
-        assert_eq!(gradwire_proto::secret::hex(&bytes), golden("record"));
+        assert_eq!(gradwire_proto::secret::hex(&bytes), golden("control-record"));
         let version = VersionRecord {
             epoch: Epoch(1),
             step: Step(7),
@@ -152,7 +152,7 @@ mod tests {
         };
         let part = version.parts().next().unwrap();
         let bytes = key.seal(header(VersionPart::KIND, 1), &part.encode());
-        assert_eq!(gradwire_proto::secret::hex(&bytes), golden("version"));
+        assert_eq!(gradwire_proto::secret::hex(&bytes), golden("control-version"));
     }
 
     #[test]
