@@ -320,6 +320,11 @@ impl Group {
             }
             control.leave(FAREWELL_MAX);
         }
+        if self.guard.as_ref().is_some_and(Guard::serves_broker) {
+            // The others say to this process's broker that they leave.
+            let limit = Instant::now().checked_add(FAREWELL_MAX);
+            self.driver.drive_to(limit, crate::engine::Engine::is_alone);
+        }
         self.driver.stop(thread);
         drop(self.guard.take());
     }

@@ -8,6 +8,12 @@ use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, TensorId};
 
 impl Session {
+    /// Whether the links to all other ranks have ended.
+    #[must_use]
+    pub fn is_alone(&self) -> bool {
+        self.others().all(|peer| self.peers[peer.index()].down)
+    }
+
     /// Says goodbye: this rank takes part in nothing further. [`Event::Farewell`] comes once every peer has what it
     /// needs; until then the driver goes on.
     pub fn leave(&mut self) {

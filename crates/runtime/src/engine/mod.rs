@@ -133,6 +133,11 @@ impl Engine {
         self.farewell
     }
 
+    /// Whether every other rank is gone.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.session.is_alone()
+    }
+
     /// How many operations have ended so far, well or badly.
     pub(crate) const fn ended(&self) -> u64 {
         self.ended
