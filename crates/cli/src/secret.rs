@@ -17,6 +17,7 @@ use gradwire_proto::Secret;
 ///
 /// or, with a file that all hosts see, GRADWIRE_SECRET_FILE.
 #[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub(crate) struct SecretArgs {
     /// Write it to a new file that only you can read, rather than to standard output.
     #[arg(long, value_name = "PATH")]

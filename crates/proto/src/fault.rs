@@ -129,7 +129,7 @@ pub enum Scope {
 }
 
 /// A typed error: what happened, at which rank, to which tensor, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Fault {
     /// What kind of thing happened.
     pub kind: FaultKind,
@@ -184,6 +184,13 @@ impl Fault {
     #[must_use]
     pub const fn scope(&self) -> Scope {
         self.kind.scope()
+    }
+}
+
+/// As `Display`: programs that return a fault from `main` print this.
+impl fmt::Debug for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

@@ -8,7 +8,7 @@ mod tests;
 
 use crate::dtype::DType;
 use crate::ids::{Attempt, BucketId, Epoch, RegionKey, Step, UnitIndex};
-use crate::limits::{FRAME_HEADER_BYTES, PAYLOAD_BYTES_MAX};
+use crate::limits::{FRAME_HEADER_BYTES, PAYLOAD_BYTES_MAX, STEPS_MAX};
 use crate::wire::{Malformed, Reader};
 
 /// Version of the protocol: frames, handshake and messages together.
@@ -92,8 +92,10 @@ pub struct FrameHeader {
     pub payload_len: u32,
     /// The membership view that the sender is in.
     pub epoch: Epoch,
-    /// The step of the tensor.
+    /// The step of the tensor: below 2^48.
     pub step: Step,
+    /// Of a contribution: how many commits its sender had made when it posted the operation, modulo 2^16.
+    pub commits: u16,
     /// The bucket.
     pub bucket: BucketId,
     /// The first unit of the run.
@@ -127,6 +129,7 @@ impl FrameHeader {
             payload_len: 0,
             epoch,
             step: Step(0),
+            commits: 0,
             bucket: BucketId(0),
             unit_first: UnitIndex(0),
             unit_count: 0,
@@ -144,7 +147,8 @@ impl FrameHeader {
         out[8..12].copy_from_slice(&self.payload_crc.to_le_bytes());
         out[12..16].copy_from_slice(&self.payload_len.to_le_bytes());
         out[16..24].copy_from_slice(&self.epoch.0.to_le_bytes());
-        out[24..32].copy_from_slice(&self.step.0.to_le_bytes());
+        out[24..30].copy_from_slice(&self.step.0.to_le_bytes()[..6]);
+        out[30..32].copy_from_slice(&self.commits.to_le_bytes());
         out[32..36].copy_from_slice(&self.bucket.0.to_le_bytes());
         out[36..40].copy_from_slice(&self.unit_first.0.to_le_bytes());
         out[40..44].copy_from_slice(&self.unit_count.to_le_bytes());
@@ -183,7 +187,9 @@ impl FrameHeader {
             return Err(Malformed("payload length"));
         }
         let epoch = Epoch(reader.u64()?);
-        let step = Step(reader.u64()?);
+        let step_and_commits = reader.u64()?;
+        let step = Step(step_and_commits & (STEPS_MAX - 1));
+        let commits = (step_and_commits >> 48) as u16;
         let bucket = BucketId(reader.u32()?);
         let unit_first = UnitIndex(reader.u32()?);
         let unit_count = reader.u32()?;
@@ -206,6 +212,7 @@ impl FrameHeader {
             payload_len,
             epoch,
             step,
+            commits,
             bucket,
             unit_first,
             unit_count,

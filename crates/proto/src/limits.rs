@@ -8,6 +8,8 @@ pub const TENSOR_NAME_BYTES_MAX: usize = 512;
 pub const TENSOR_DIMENSIONS_MAX: usize = 16;
 /// Most tensors that one job may declare.
 pub const TENSORS_MAX: u32 = 1 << 20;
+/// Steps are below this.
+pub const STEPS_MAX: u64 = 1 << 48;
 /// Most elements in one tensor: offsets stay far from overflow at any element size.
 pub const TENSOR_ELEMENTS_MAX: u64 = 1 << 48;
 /// Shards begin at multiples of this many elements.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use gradwire_control::{ControlEvent, ControlPlane, JobConfig, JobName, JoinRequest};
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
+use gradwire_proto::limits::STEPS_MAX;
 use gradwire_proto::session::{SessionConfig, Timing};
 use gradwire_proto::{Epoch, Fault, FaultKind, Secret, Step, WireFormat};
 use gradwire_transport::Transport;
@@ -111,6 +112,10 @@ impl Builder {
     /// and at once where it is known at once. Nothing of this rank is left behind then.
     pub fn connect(mut self) -> Result<Group, Fault> {
         self.deadline = self.deadline.min(DEADLINE_MAX);
+        if self.first_step.0 >= STEPS_MAX / 2 {
+            let detail = format!("the first step is {}, but must be below {}", self.first_step.0, STEPS_MAX / 2);
+            return Err(Fault::new(FaultKind::InvalidArgument, detail));
+        }
         let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
         let deadline = Instant::now() + self.deadline;
         let crowded = thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get());

@@ -143,7 +143,11 @@ impl Group {
     }
 
     fn declare_any(&self, specs: &[TensorSpec]) -> Result<Vec<Tensor>, Fault> {
-        let tensors = specs.iter().map(|spec| spec.declaration(self.identity.wire)).collect();
+        let wire = |spec: &TensorSpec| {
+            // What ranks disagree on shows in their tensors, not in gradwire's own.
+            if spec.name.starts_with(RESERVED_PREFIX) { WireFormat::Fp32 } else { self.identity.wire }
+        };
+        let tensors = specs.iter().map(|spec| spec.declaration(wire(spec))).collect();
         let manifest = Manifest { tensors };
         let round = self.driver.with_engine(|engine| {
             engine.declare(&manifest, Some(self.identity.deadline))?;
@@ -216,6 +220,15 @@ impl Group {
             let fault = Fault::new(kind, detail).tensor(tensor.name());
             Err(OpError { fault, buffers })
         };
+        let bytes = shared.elements * shared.dtype.size() as u64;
+        let lengths = [output.len(), input.as_ref().map_or(output.len(), Buffer::len)];
+        if let Some(odd) = lengths.into_iter().find(|length| *length as u64 != bytes) {
+            let detail = format!(
+                "its buffer has {odd} bytes, but {} elements of {} have {bytes}: use the buffers of Group::buffer",
+                shared.elements, shared.dtype
+            );
+            return refuse(FaultKind::InvalidArgument, &detail, input.into_iter().chain([output]).collect());
+        }
         if input.is_some() && !shared.contributes {
             let detail = "allgather and broadcast are in place: use Group::submit";
             return refuse(FaultKind::InvalidArgument, detail, input.into_iter().chain([output]).collect());
@@ -265,11 +278,14 @@ impl Group {
     }
 
     /// Ends a step: publishes the CRC-32 of every unit that this rank reduced since the last commit to the job's
-    /// version log. Never waits for the broker; see [`Stats::versions_dropped`].
+    /// version log. Wait for the step's operations first. Never waits for the broker; see [`Stats::versions_dropped`].
+    ///
+    /// Every rank commits equally often, with the same operations in between: an operation that ranks did between
+    /// different commits fails everywhere with `OperationMismatch`, instead of adding what does not belong together.
     pub fn commit(&self) -> Version {
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let epoch = self.identity.epoch;
-        let crcs = self.driver.with_engine(crate::engine::Engine::take_checksums);
+        let crcs = self.driver.with_engine(crate::engine::Engine::commit);
         if let Some(control) = &self.control {
             let contributors = (0..self.world_size()).map(Rank).collect();
             let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
@@ -305,6 +321,21 @@ impl Group {
         fault.map_or(Ok(()), Err)
     }
 
+    /// A panic unwinds this rank: it does not leave in good order. Where the process ends, its links close after its
+    /// exit, so that a launcher sees the cause before the consequences; where it goes on, the others are told.
+    fn abandon(&mut self) {
+        const EXIT_FIRST: Duration = Duration::from_millis(500);
+        let rank = self.rank();
+        let driver = Arc::clone(&self.driver);
+        let told = std::thread::Builder::new().spawn(move || {
+            std::thread::sleep(EXIT_FIRST);
+            let detail = format!("{rank} panicked: look for the reason in its output");
+            driver.fail(Fault::new(FaultKind::RankDied, detail).at(rank));
+        });
+        drop(told);
+        std::mem::forget(self.guard.take());
+    }
+
     fn shut_down(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
@@ -332,7 +363,11 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.shut_down();
+        if std::thread::panicking() {
+            self.abandon();
+        } else {
+            self.shut_down();
+        }
     }
 }
 

@@ -159,12 +159,18 @@ pub struct Completed {
 
 /// A failed operation: why, and its buffers (the contribution first). A contribution given out of place is unchanged;
 /// the contents of an output buffer are unspecified.
-#[derive(Debug)]
 pub struct OpError {
     /// What happened.
     pub fault: Fault,
     /// The buffers of the operation, where they are not in the engine any more.
     pub buffers: Vec<Buffer>,
+}
+
+/// As `Display`: programs that return an error from `main` print this.
+impl fmt::Debug for OpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl fmt::Display for OpError {

@@ -123,8 +123,11 @@ impl Session {
     pub fn handle_contribution(&mut self, peer: Rank, header: &FrameHeader, now: u64) {
         self.peers[peer.index()].corrupt_streak = 0;
         for unit in run(header) {
+            if self.fault.is_some() {
+                return;
+            }
             let tensor = self.plan.unit(unit).tensor;
-            self.arrive(unit, peer, header.step);
+            self.arrive(unit, peer, header.step, header.commits);
             self.tensors[tensor.index()].progress(now);
         }
         self.enqueue(header.bucket);

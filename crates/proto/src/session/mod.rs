@@ -104,6 +104,8 @@ pub struct Transmit {
     pub step: Step,
     /// Which transmission this is.
     pub attempt: Attempt,
+    /// Of contributions and offers: how many commits this rank had made when it posted the operation.
+    pub commits: u16,
 }
 
 /// What a data frame carries.
@@ -180,6 +182,7 @@ pub struct Session {
     /// Declaration rounds that are over, and whose manifests the driver has.
     rounds: u32,
     rounds_taken: u32,
+    commits: u16,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -208,6 +211,7 @@ impl Session {
             declaring: None,
             rounds: 0,
             rounds_taken: 0,
+            commits: 0,
             somebody_left: false,
             leaving: false,
             farewell: false,
@@ -310,7 +314,8 @@ impl Session {
         }
         state.hold(now + self.config.timing.linger_ns);
         let tensor_state = &mut self.tensors[tensor.index()];
-        let step = tensor_state.step;
+        let (step, commits) = (tensor_state.step, self.commits);
+        tensor_state.commits[me.index()] = commits;
         tensor_state.results_missing = results_missing;
         tensor_state.acks.clear();
         tensor_state.acks_missing = match collective {
@@ -321,7 +326,7 @@ impl Session {
         };
         self.enqueue(bucket);
         for unit in units.start.max(owned.start)..units.end.min(owned.end) {
-            self.arrive(UnitIndex(unit), me, step);
+            self.arrive(UnitIndex(unit), me, step, commits);
         }
     }
 
@@ -333,7 +338,7 @@ impl Session {
 
     /// Counts a contribution, or an offer, of `rank` for a unit that this rank owns, and asks for the reduction once
     /// all are here.
-    fn arrive(&mut self, unit: UnitIndex, rank: Rank, step: Step) {
+    fn arrive(&mut self, unit: UnitIndex, rank: Rank, step: Step, commits: u16) {
         let plan = self.plan.unit(unit);
         let contributes = self.plan.bucket(plan.bucket).contributes();
         let world = self.config.world_size as usize;
@@ -343,6 +348,13 @@ impl Session {
             return;
         }
         state.arrived_count[own] += 1;
+        self.tensors[plan.tensor.index()].commits[rank.index()] = commits;
+        if let Some(other) = self.differing_commits(unit, rank, step) {
+            self.fail_differing(unit, rank, other, step);
+            return;
+        }
+        let plan = self.plan.unit(unit);
+        let state = &mut self.buckets[plan.bucket.index()];
         if contributes {
             if state.arrived_count[own] == self.config.world_size {
                 self.work.push_back(Work::Reduce(unit));
@@ -352,6 +364,40 @@ impl Session {
         } else if state.is_published(own, step) {
             self.mark_result(unit, rank);
         }
+    }
+
+    /// A rank whose part of this step is here and was posted between other commits than `rank`'s: one of the two left
+    /// an operation out or did one more, and what would be added does not belong together.
+    fn differing_commits(&self, unit: UnitIndex, rank: Rank, step: Step) -> Option<Rank> {
+        let me = self.config.rank;
+        let plan = self.plan.unit(unit);
+        let tensor = &self.tensors[plan.tensor.index()];
+        let state = &self.buckets[plan.bucket.index()];
+        let world = self.config.world_size as usize;
+        let arrived = |rank: Rank| state.arrived.get((unit.0 - state.owned.start) as usize * world + rank.index());
+        if !tensor.active || tensor.step != step || !arrived(me) {
+            return None;
+        }
+        let differs = |other: &Rank| tensor.commits[other.index()] != tensor.commits[rank.index()];
+        if rank == me { self.others().filter(|peer| arrived(*peer)).find(differs) } else { Some(me).filter(differs) }
+    }
+
+    fn fail_differing(&mut self, unit: UnitIndex, rank: Rank, other: Rank, step: Step) {
+        let tensor = self.plan.unit(unit).tensor;
+        let commits = |rank: Rank| self.tensors[tensor.index()].commits[rank.index()];
+        let detail = format!(
+            "{rank} did it after {} commits, but {other} after {}: one of them left an operation out, or did one more; every rank must do the same operations between commits",
+            commits(rank),
+            commits(other)
+        );
+        let odd = if rank == self.config.rank { other } else { rank };
+        let fault = Fault::new(FaultKind::OperationMismatch, detail).at(odd);
+        self.fail(fault.tensor(self.plan.tensor(tensor).name.clone()).step(step));
+    }
+
+    /// This rank ended a step: operations posted from now on belong to the next.
+    pub fn commit(&mut self) {
+        self.commits = self.commits.wrapping_add(1);
     }
 
     /// The driver did what [`Work`] asked for; `nonfinite`: the result has an infinity or a NaN.

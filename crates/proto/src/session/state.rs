@@ -30,6 +30,8 @@ pub(super) struct TensorState {
     pub(super) acks: Bits,
     pub(super) acks_missing: u32,
     pub(super) nonfinite: bool,
+    /// By rank: how many commits it had made when it posted the operation, modulo 2^16.
+    pub(super) commits: Box<[u16]>,
     /// Ranks that some owner waits for, as far as this rank was told.
     pub(super) blamed: Bits,
 }
@@ -48,6 +50,7 @@ impl TensorState {
             acks: Bits::new(world),
             acks_missing: 0,
             nonfinite: false,
+            commits: vec![0; world].into_boxed_slice(),
             blamed: Bits::new(world),
         }
     }

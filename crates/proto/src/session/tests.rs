@@ -204,6 +204,7 @@ fn header(plan: &Plan, transmit: &Transmit) -> FrameHeader {
     header.unit_first = transmit.unit_first;
     header.unit_count = transmit.unit_count;
     header.step = transmit.step;
+    header.commits = transmit.commits;
     if transmit.data == Data::Offer {
         header.flags = FLAG_OFFER;
     } else {
@@ -369,6 +370,7 @@ fn frames_that_no_peer_may_send_are_violations_and_old_ones_are_dropped() {
         unit_count: 1,
         step: Step(u64::from(u32::MAX) + 1),
         attempt: Attempt(0),
+        commits: 0,
     };
     let good = header(session.plan(), &good);
     let try_with = |session: &mut Session, change: &dyn Fn(&mut FrameHeader)| {
@@ -507,5 +509,31 @@ fn a_source_that_is_early_waits_for_receivers_that_are_late() {
             assert_eq!(world.failed, vec![None; 3], "{collective}");
             assert!(world.done.iter().all(|done| done.len() == step), "{collective}");
         }
+    }
+}
+
+#[test]
+fn an_operation_left_out_is_told_before_its_neighbours_are_added() {
+    for collective in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather] {
+        let declarations = [declaration("a", 100_000, collective), declaration("b", 10, Collective::AllReduce)];
+        let mut world = World::new(3, &declarations);
+        for rank in 0..3 {
+            if rank != 2 {
+                world.sessions[rank].post(TensorId(0), world.now, None).unwrap();
+            }
+            world.sessions[rank].post(TensorId(1), world.now, None).unwrap();
+            world.sessions[rank].commit();
+        }
+        world.settle();
+        // The others wait for rank 2's part; it is in the next step, and its part is not what they wait for.
+        let _ = world.sessions[2].post(TensorId(0), world.now, None);
+        world.run(10);
+        for fault in &world.failed {
+            let fault = fault.as_ref().expect("every rank fails");
+            assert_eq!(fault.kind, FaultKind::OperationMismatch, "{collective}: {fault}");
+            assert_eq!(fault.tensor.as_deref(), Some("a"), "{fault}");
+            assert!(fault.detail.contains("rank 2") && fault.detail.contains("after 1 commits"), "{fault}");
+        }
+        assert!(world.done.iter().all(|done| done.iter().all(|(tensor, ..)| *tensor == TensorId(1))));
     }
 }

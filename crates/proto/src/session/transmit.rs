@@ -225,6 +225,7 @@ impl Session {
                 unit_count: end - first,
                 step,
                 attempt: state.attempt,
+                commits: 0,
             });
         }
         None
@@ -239,13 +240,17 @@ impl Session {
             let owned = self.plan.bucket(bucket).owned[peer.index()].clone();
             let state = &mut self.buckets[bucket.index()];
             let Some(first) = state.next_contribution(&owned) else { continue };
-            let step_of = |unit: u32| self.tensors[self.plan.units[unit as usize].tensor.index()].step;
+            let me = self.config.rank.index();
+            let of = |unit: u32| {
+                let tensor = &self.tensors[self.plan.units[unit as usize].tensor.index()];
+                (tensor.step, tensor.commits[me])
+            };
             let shard = self.plan.units[first as usize].shard;
-            let step = step_of(first);
+            let (step, commits) = of(first);
             let mut end = first;
             while end < owned.end
                 && self.plan.units[end as usize].shard == shard
-                && step_of(end) == step
+                && of(end) == (step, commits)
                 && state.unmark_contribution(end)
             {
                 end += 1;
@@ -259,6 +264,7 @@ impl Session {
                 unit_count: end - first,
                 step,
                 attempt: state.attempt,
+                commits,
             });
         }
         None

@@ -349,8 +349,9 @@ impl Engine {
         names
     }
 
-    /// The CRC-32 of every unit that this rank reduced since the last call, with the unit's index.
-    pub(crate) fn take_checksums(&mut self) -> Vec<(UnitIndex, u32)> {
+    /// Ends a step. Returns the CRC-32 of every unit that this rank reduced in it, with the unit's index.
+    pub(crate) fn commit(&mut self) -> Vec<(UnitIndex, u32)> {
+        self.session.commit();
         self.memory.take_checksums()
     }
 

@@ -74,6 +74,7 @@ impl Engine {
         header.unit_count = transmit.unit_count;
         header.step = transmit.step;
         header.attempt = transmit.attempt;
+        header.commits = transmit.commits;
         let peer_read = self.capabilities[transmit.peer.index()].peer_read;
         if transmit.data == Data::Offer {
             header.flags = FLAG_OFFER;
