@@ -13,6 +13,7 @@ use gradwire_proto::{Epoch, Fault, FaultKind, Secret, Step, WireFormat};
 use gradwire_transport::Transport;
 use gradwire_transport::establish::{ListenConfig, Listeners};
 use gradwire_transport::mesh::{Choice, MeshConfig};
+use rustix::process::{Resource, Rlimit};
 
 use crate::driver::Driver;
 use crate::engine::{Engine, EngineConfig};
@@ -47,9 +48,9 @@ impl Builder {
         let deadline = match variable("GRADWIRE_DEADLINE_MS") {
             None => DEADLINE_DEFAULT,
             Some(text) => text
-                .parse()
-                .map(Duration::from_millis)
-                .map_err(|_| wrong("GRADWIRE_DEADLINE_MS", &text, "a number of milliseconds"))?,
+                .parse::<std::num::NonZeroU64>()
+                .map(|number| Duration::from_millis(number.get()))
+                .map_err(|_| wrong("GRADWIRE_DEADLINE_MS", &text, "a number of milliseconds, at least 1"))?,
         };
         let transport = match variable("GRADWIRE_TRANSPORT") {
             None => TransportChoice::default(),
@@ -118,6 +119,7 @@ impl Builder {
         }
         let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
         let deadline = Instant::now() + self.deadline;
+        raise_descriptor_limit();
         let crowded = thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get());
         let listeners =
             Listeners::bind(&ListenConfig { address: place.address, port: 0, interface: place.interface.clone() })?;
@@ -212,6 +214,17 @@ impl Builder {
             integrity: Integrity::Links,
             deadline: Duration::from_secs(10),
             first_step: Step(0),
+        }
+    }
+}
+
+/// Every buffer and link has a descriptor: the soft limit, often 1,024, is raised as far as this process may.
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    if limit.current.is_some() && limit.current != limit.maximum {
+        let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+        if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
+            tracing::debug!(%errno, "the limit on open files stays as it is");
         }
     }
 }

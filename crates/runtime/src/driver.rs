@@ -40,6 +40,9 @@ pub(crate) struct Driver {
     /// Threads that want the baton; and those of them that want it for a moment only, whom every other lets pass.
     wanted: AtomicU32,
     wanted_briefly: AtomicU32,
+    /// Threads that let others pass and want the baton back; and how often one has passed.
+    returning: AtomicU32,
+    passed: AtomicU64,
     /// How often a waiting thread took the baton.
     uses: AtomicU64,
     /// Whoever has the baton sleeps, or is about to.
@@ -80,6 +83,8 @@ impl Driver {
             waiters: ArrayQueue::new(WAITERS_MAX),
             wanted: AtomicU32::new(0),
             wanted_briefly: AtomicU32::new(0),
+            returning: AtomicU32::new(0),
+            passed: AtomicU64::new(0),
             uses: AtomicU64::new(0),
             sleeping: AtomicBool::new(false),
             busy: AtomicBool::new(false),
@@ -137,20 +142,38 @@ impl Driver {
         self.ring();
     }
 
-    /// Waits until those who want the baton for a moment only have had it: they may be what an operation waits for.
-    fn let_pass(&self) {
+    /// Lets one of those who want the baton for a moment only have it: it may be what an operation waits for. Returns
+    /// with the baton, or without it at `limit` or when `done`.
+    fn let_pass(&self, engine: Box<Engine>, limit: Option<Instant>, done: &dyn Fn() -> bool) -> Option<Box<Engine>> {
+        let passed = self.passed.load(Ordering::SeqCst);
+        let patience = Instant::now() + TAKEOVER;
+        self.put(engine);
         self.wake_waiters();
-        while self.wanted_briefly.load(Ordering::SeqCst) > 0 && !self.engine.is_empty() {
+        while self.wanted_briefly.load(Ordering::SeqCst) > 0
+            && self.passed.load(Ordering::SeqCst) == passed
+            && Instant::now() < patience
+        {
             thread::yield_now();
         }
+        self.returning.fetch_add(1, Ordering::SeqCst);
+        let engine = self.acquire(limit, done);
+        self.returning.fetch_sub(1, Ordering::SeqCst);
+        engine
     }
 
     /// Does something with the engine, as soon as it can be had.
     pub(crate) fn with_engine<R>(&self, act: impl FnOnce(&mut Engine) -> R) -> R {
         self.wanted_briefly.fetch_add(1, Ordering::SeqCst);
-        let engine = self.acquire(None, &|| false);
+        // Whoever let others pass has its turn first, or it would starve.
+        let mut engine = loop {
+            if self.returning.load(Ordering::SeqCst) > 0 {
+                thread::yield_now();
+            } else if let Some(engine) = self.acquire(Some(Instant::now() + BATON_RECHECK), &|| false) {
+                break engine;
+            }
+        };
         self.wanted_briefly.fetch_sub(1, Ordering::SeqCst);
-        let mut engine = engine.unwrap_or_else(|| unreachable!("waits until it has the engine"));
+        self.passed.fetch_add(1, Ordering::SeqCst);
         self.take_submissions(&mut engine);
         let result = act(&mut engine);
         self.release(engine);
@@ -183,9 +206,7 @@ impl Driver {
         let mut ended = engine.ended();
         while !done(&engine) && limit.is_none_or(|limit| Instant::now() < limit) {
             if self.wanted_briefly.load(Ordering::SeqCst) > 0 {
-                self.put(engine);
-                self.let_pass();
-                let Some(back) = self.acquire(limit, done_outside) else { return };
+                let Some(back) = self.let_pass(engine, limit, done_outside) else { return };
                 engine = back;
             }
             let moved = self.turn(&mut engine);

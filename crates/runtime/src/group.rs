@@ -191,8 +191,8 @@ impl Group {
     /// is was declared with the tensor: [`Collective`].
     ///
     /// # Errors
-    /// `TensorBusy` while the tensor has an operation in flight, `InvalidArgument` for a buffer of another size, or
-    /// why the job failed.
+    /// `TensorBusy` while the tensor has an operation in flight, `InvalidArgument` for a buffer that is not from
+    /// [`Group::buffer`] of this tensor. Why the job failed comes from [`Handle::wait`].
     pub fn submit(&self, tensor: &Tensor, data: Buffer) -> Result<Handle, OpError> {
         self.start(tensor, None, data, false)
     }
@@ -220,14 +220,10 @@ impl Group {
             let fault = Fault::new(kind, detail).tensor(tensor.name());
             Err(OpError { fault, buffers })
         };
-        let bytes = shared.elements * shared.dtype.size() as u64;
-        let lengths = [output.len(), input.as_ref().map_or(output.len(), Buffer::len)];
-        if let Some(odd) = lengths.into_iter().find(|length| *length as u64 != bytes) {
-            let detail = format!(
-                "its buffer has {odd} bytes, but {} elements of {} have {bytes}: use the buffers of Group::buffer",
-                shared.elements, shared.dtype
-            );
-            return refuse(FaultKind::InvalidArgument, &detail, input.into_iter().chain([output]).collect());
+        // Registrations last as long as the pool: any other memory would be registered anew each time.
+        if !input.iter().chain([&output]).all(|buffer| buffer.is_from(&shared.pool)) {
+            let detail = "its buffer is not one of this tensor's: get it from Group::buffer";
+            return refuse(FaultKind::InvalidArgument, detail, input.into_iter().chain([output]).collect());
         }
         if input.is_some() && !shared.contributes {
             let detail = "allgather and broadcast are in place: use Group::submit";

@@ -298,3 +298,49 @@ fn wire_formats_round_broadcasts_and_gathers_the_same_on_every_rank() {
         assert!(results[0][..rounded.len()] == rounded, "{wire}");
     }
 }
+
+#[test]
+fn an_empty_tensor_that_comes_late_spoils_nothing_of_its_bucket() {
+    for transports in [boxed(shm(2)), boxed(tcp(2))] {
+        run(2, transports, Builder::for_tests, |group| {
+            let specs = [TensorSpec::new("a", &[1000], DType::F32), TensorSpec::new("b.empty", &[0], DType::F32)];
+            let tensors = group.declare(&specs).expect("declared");
+            for step in 0..3 {
+                if group.rank() == Rank(1) {
+                    thread::sleep(Duration::from_millis(60));
+                }
+                let mut data = group.buffer(&tensors[0]).expect("a buffer");
+                data.as_mut_slice::<f32>().fill((group.rank().0 + 1 + step) as f32);
+                let filled = group.submit(&tensors[0], data).expect("taken");
+                thread::sleep(Duration::from_millis(20));
+                let empty = group.submit(&tensors[1], group.buffer(&tensors[1]).expect("a buffer")).expect("taken");
+                let sum = filled.wait().expect("reduced").output;
+                empty.wait().expect("reduced");
+                let expected = (3 + 2 * step) as f32;
+                assert!(sum.as_slice::<f32>().iter().all(|element| element.to_bits() == expected.to_bits()));
+            }
+        });
+    }
+}
+
+#[test]
+fn many_lookers_do_not_starve_operations() {
+    run(2, boxed(shm(2)), Builder::for_tests, |group| {
+        let tensor = group.declare(&[TensorSpec::new("weights", &[100], DType::F32)]).expect("declared").remove(0);
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        let _ = group.stats();
+                    }
+                });
+            }
+            for _ in 0..200 {
+                let data = group.buffer(&tensor).expect("a buffer");
+                group.submit(&tensor, data).expect("taken").wait().expect("reduced within the deadline");
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    });
+}

@@ -162,7 +162,7 @@ pub struct Completed {
 pub struct OpError {
     /// What happened.
     pub fault: Fault,
-    /// The buffers of the operation, where they are not in the engine any more.
+    /// The buffers of the operation; copies of them where other ranks could still be reading the originals.
     pub buffers: Vec<Buffer>,
 }
 

@@ -24,12 +24,13 @@ impl Session {
     pub fn peek_message(&mut self, out: &mut MessageBytes) -> Option<Rank> {
         loop {
             let at = self.outgoing.iter().position(|message| self.may_go(message))?;
-            self.outgoing.swap(0, at);
-            let message = self.outgoing[0].clone();
+            // What is passed over is for peers that are blocked; the order for each peer stays.
+            let message = self.outgoing.remove(at)?;
             if self.encode(&message, out) {
-                return Some(message.peer());
+                let peer = message.peer();
+                self.outgoing.push_front(message);
+                return Some(peer);
             }
-            self.outgoing.pop_front();
         }
     }
 

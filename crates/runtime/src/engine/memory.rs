@@ -40,9 +40,8 @@ pub(super) struct BucketMemory {
     pub(super) staged_at: u64,
     /// By owner: where the owner's part of a contribution begins in its landing memory.
     pub(super) landing_at: Box<[u64]>,
-    /// By peer: what it last said of where the bucket is in its memory, with a contribution and with a result.
+    /// By peer: what it last said, with a contribution, of where the bucket is in its memory.
     pub(super) contribution_at: Box<[Location]>,
-    pub(super) result_at: Box<[Location]>,
     /// Writes that read this bucket's memory.
     pub(super) writes_in_flight: u32,
 }
@@ -77,7 +76,6 @@ impl Memory {
                 staged_at: staged,
                 landing_at,
                 contribution_at: vec![Location::default(); world].into_boxed_slice(),
-                result_at: vec![Location::default(); world].into_boxed_slice(),
                 writes_in_flight: 0,
             });
             if !bucket.direct {
@@ -99,7 +97,11 @@ impl Memory {
         }
         self.rounds.push(RoundMemory { contributions, results, landings });
         self.crcs.resize(plan.units.len(), 0);
-        self.dirty = Bits::new(plan.units.len());
+        let mut dirty = Bits::new(plan.units.len());
+        for unit in self.dirty.iter() {
+            dirty.insert(unit);
+        }
+        self.dirty = dirty;
         Ok(())
     }
 

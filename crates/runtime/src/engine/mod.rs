@@ -4,7 +4,7 @@
 //! [`Session`] asks for. In steady state it neither allocates nor locks.
 //!
 //! Invariant: a caller's buffer is given back only when the session is through with its tensor and no write that
-//! reads the buffer is in flight.
+//! reads the buffer is in flight. When the job fails, buffers that peers may still read are not given back: copies are.
 
 mod declare;
 mod memory;
@@ -68,6 +68,8 @@ pub(crate) struct Engine {
     inbox: VecDeque<(Rank, FrameHeader)>,
     /// Operations that the session is through with, but whose buffers may still be read.
     finishing: Vec<(TensorId, Step, bool)>,
+    /// Buffers of operations that failed while peers or transports could still use them. Kept until the links end.
+    quarantine: Vec<Buffer>,
     scratch: Scratch,
     job: JobTag,
     integrity: Integrity,
@@ -101,6 +103,7 @@ impl Engine {
             capabilities,
             inbox: VecDeque::with_capacity(1024),
             finishing: Vec::new(),
+            quarantine: Vec::new(),
             scratch: Scratch::new(),
             job: config.session.job,
             integrity: config.integrity,
@@ -191,17 +194,7 @@ impl Engine {
             let detail = "an operation on this tensor is in flight: wait for it before the next one";
             return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(tensor_plan.name.clone()));
         }
-        let bytes = tensor_plan.elements * bucket.dtype.size() as u64;
         for buffer in input.into_iter().chain([output]) {
-            if buffer.len() as u64 != bytes {
-                let detail = format!(
-                    "its buffer has {} bytes, but {} elements of {} have {bytes}: use the buffers of Group::buffer",
-                    buffer.len(),
-                    tensor_plan.elements,
-                    bucket.dtype
-                );
-                return Err(Fault::new(FaultKind::InvalidArgument, detail).tensor(tensor_plan.name.clone()));
-            }
             if bucket.direct {
                 self.transport.register(buffer)?;
             }
@@ -213,6 +206,30 @@ impl Engine {
     pub(crate) fn register(&mut self, tensor: TensorId, buffer: &Buffer) -> Result<(), Fault> {
         let plan = self.session.plan();
         if plan.bucket(plan.tensor(tensor).bucket).direct { self.transport.register(buffer) } else { Ok(()) }
+    }
+
+    /// Ends an operation that was in flight when the job failed. Peers may still read buffers that they were told of,
+    /// and transports still write and send them: such buffers stay here, and the caller gets copies.
+    fn end(&mut self, tensor: TensorId, fault: Fault) {
+        let plan = self.session.plan();
+        if !plan.bucket(plan.tensor(tensor).bucket).direct {
+            self.give_back(tensor, fault);
+            return;
+        }
+        let slot = &mut self.slots[tensor.index()];
+        let Some(output) = slot.output.take() else { return };
+        let originals = slot.input.take().into_iter().chain([output]);
+        let mut copies = Vec::new();
+        for original in originals {
+            // Without memory for a copy the caller gets the error alone.
+            if let Ok(mut copy) = Buffer::allocate(original.len()) {
+                copy.bytes_mut().copy_from_slice(original.bytes());
+                copies.push(copy);
+            }
+            self.quarantine.push(original);
+        }
+        self.ended += 1;
+        self.slots[tensor.index()].shared.complete(Err(OpError { fault, buffers: copies }));
     }
 
     /// Ends a tensor's operation with a fault and gives its buffers back.
@@ -282,7 +299,7 @@ impl Engine {
         self.failed = true;
         self.finishing.clear();
         for tensor in (0..self.slots.len() as u32).map(TensorId) {
-            self.give_back(tensor, fault.clone());
+            self.end(tensor, fault.clone());
         }
     }
 

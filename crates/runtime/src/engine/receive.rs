@@ -189,7 +189,6 @@ impl Engine {
             self.session.handle_contribution(peer, header, now);
             return Ok(());
         }
-        memory.result_at[peer.index()] = header.location;
         let data = if empty { &[] } else { view(&*self.transport, peer, place, header.payload_len)? };
         place_result(&mut self.session, &self.memory, &mut self.slots, header, Some(data), now)?;
         self.session.handle_result(peer, header);

@@ -96,6 +96,11 @@ impl Engine {
             header.location = self.result_location(transmit);
         }
         if bytes == 0 {
+            if peer_read {
+                // The rest of the bucket is read from where this says, so it says the same as a frame with data.
+                header.location =
+                    self.source(transmit).map(|(source, base)| Location { region: source.key(), offset: base })?;
+            }
             return Ok(self.send_header(transmit.peer, &header));
         }
         let (source, base) = self.source(transmit)?;

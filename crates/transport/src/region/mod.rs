@@ -172,6 +172,12 @@ impl Buffer {
         Slice { mapping: Arc::clone(&self.mapping), key: self.key, range }
     }
 
+    /// Whether this block came from `pool`.
+    #[must_use]
+    pub fn is_from(&self, pool: &Pool) -> bool {
+        self.home.as_ref().is_some_and(|home| Arc::ptr_eq(&home.idle, &pool.idle))
+    }
+
     pub(crate) fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
