@@ -1,6 +1,7 @@
 //! Memory that gradwire moves: every block is an anonymous memory file, so that peers on the same host can map it,
 //! and nothing of it is left anywhere when the last process that uses it is gone.
 
+mod available;
 mod sys;
 
 use std::ops::Range;
@@ -12,6 +13,10 @@ use crossbeam_queue::{ArrayQueue, SegQueue};
 use gradwire_proto::{DType, Fault, FaultKind, RegionKey};
 
 pub(crate) use sys::{Mapping, PeerMapping};
+
+/// From this size on, a block is checked against what the machine has before its pages are taken: the kernel would hand
+/// out pages until it has none, and then kill processes.
+const CHECKED_BYTES: usize = 16 << 20;
 
 /// A Rust type that tensors can have.
 pub trait Element: Pod + Send + Sync {
@@ -108,6 +113,17 @@ impl Buffer {
     /// A [`Fault`] of kind `MemoryUnavailable` that says how much was asked for.
     pub fn allocate(len: usize) -> Result<Self, Fault> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
+        if len >= CHECKED_BYTES
+            && let Some(available) = available::bytes()
+            && len as u64 > available
+        {
+            return Err(Fault::new(
+                FaultKind::MemoryUnavailable,
+                format!(
+                    "{len} bytes of shareable memory are more than the {available} bytes that are available: free memory, raise the container's memory limit, or use fewer ranks on this host"
+                ),
+            ));
+        }
         let mapping = Mapping::allocate(len).map_err(|errno| {
             Fault::new(
                 FaultKind::MemoryUnavailable,
