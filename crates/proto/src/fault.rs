@@ -2,6 +2,7 @@
 
 mod wire;
 
+use alloc::format;
 use alloc::string::String;
 use core::fmt;
 
@@ -150,6 +151,15 @@ impl Fault {
     #[must_use]
     pub fn new(kind: FaultKind, detail: impl Into<String>) -> Self {
         Self { kind, rank: None, tensor: None, step: None, reporter: None, detail: detail.into() }
+    }
+
+    /// `peer` sent something that the protocol does not allow; `what` completes "rank 1 sent ...".
+    #[must_use]
+    pub fn violation(peer: Rank, what: &str) -> Self {
+        let detail = format!(
+            "{peer} sent {what}, which the protocol does not allow: both ranks must run the same version of gradwire, and nothing else may use its ports"
+        );
+        Self::new(FaultKind::ProtocolViolation, detail).at(peer)
     }
 
     /// Names the rank that caused it or that it happened to.

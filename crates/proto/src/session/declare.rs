@@ -5,7 +5,6 @@ use alloc::format;
 use alloc::vec::Vec;
 use core::mem;
 
-use super::frames::violation;
 use super::state::{BucketState, Outgoing, TensorState};
 use super::{Event, Session, name_ranks};
 use crate::fault::{Fault, FaultKind};
@@ -80,7 +79,7 @@ impl Session {
             || state.manifest.len() + body.len() > length as usize
             || (body.is_empty() && length > 0)
         {
-            return Err(violation(peer, "declarations that do not follow on what it sent before"));
+            return Err(Fault::violation(peer, "declarations that do not follow on what it sent before"));
         }
         state.manifest_len = Some(length);
         state.manifest.extend_from_slice(body);
@@ -153,7 +152,7 @@ impl Session {
         let first_step = self.config.first_step;
         let state = &mut self.peers[peer.index()];
         if header.bucket.0 != state.rounds_ready || header.bucket.0 > self.rounds {
-            return Err(violation(peer, "word that it is prepared for another round of declarations"));
+            return Err(Fault::violation(peer, "word that it is prepared for another round of declarations"));
         }
         if header.step != first_step {
             let detail = format!(

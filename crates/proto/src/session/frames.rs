@@ -38,7 +38,7 @@ impl Session {
         let fresh = match header.kind {
             FrameKind::Contribution => self.is_contribution_fresh(peer, header)?,
             FrameKind::Result => self.is_result_fresh(peer, header)?,
-            _ => return Err(violation(peer, "a message as data")),
+            _ => return Err(Fault::violation(peer, "a message as data")),
         };
         if fresh {
             return Ok(Admission::Accept);
@@ -51,19 +51,19 @@ impl Session {
     /// Checks that the run exists, lies in one shard of the right owner, and has the payload that it must have.
     fn check_run(&self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
         let bucket =
-            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| Fault::violation(peer, "an unknown bucket"))?;
         let last = self.check_range(peer, header)?;
         let (first, last) = (self.plan.unit(header.unit_first), self.plan.unit(last));
         let owner = if header.kind == FrameKind::Contribution { self.config.rank } else { peer };
         if first.shard != last.shard || first.owner != owner {
-            return Err(violation(peer, "units that are not of one shard of the right owner"));
+            return Err(Fault::violation(peer, "units that are not of one shard of the right owner"));
         }
         let offer = header.kind == FrameKind::Contribution && !bucket.contributes();
         let bytes = bucket.wire_bytes(last.in_bucket + u64::from(last.elements) - first.in_bucket);
         let (bytes, dtype) = if offer { (0, None) } else { (bytes, Some(bucket.wire)) };
         if (header.flags & FLAG_OFFER != 0) != offer || u64::from(header.payload_len) != bytes || header.dtype != dtype
         {
-            return Err(violation(peer, "a payload of another size or type than the units have"));
+            return Err(Fault::violation(peer, "a payload of another size or type than the units have"));
         }
         Ok(())
     }
@@ -71,13 +71,13 @@ impl Session {
     /// The last unit of the header's run, if all of it lies in its bucket.
     fn check_range(&self, peer: Rank, header: &FrameHeader) -> Result<UnitIndex, Fault> {
         let bucket =
-            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| violation(peer, "an unknown bucket"))?;
+            self.plan.buckets.get(header.bucket.index()).ok_or_else(|| Fault::violation(peer, "an unknown bucket"))?;
         let first = header.unit_first.0;
         match first.checked_add(header.unit_count) {
             Some(end) if header.unit_count > 0 && first >= bucket.units.start && end <= bucket.units.end => {
                 Ok(UnitIndex(end - 1))
             }
-            _ => Err(violation(peer, "units outside the bucket")),
+            _ => Err(Fault::violation(peer, "units outside the bucket")),
         }
     }
 
@@ -98,7 +98,7 @@ impl Session {
                 (tensor.step, tensor.step)
             };
             if header.step > last {
-                return Err(violation(peer, "a contribution to a step that cannot have begun"));
+                return Err(Fault::violation(peer, "a contribution to a step that cannot have begun"));
             }
             fresh &= header.step >= first && !state.arrived.get(own * world + peer.index());
         }
@@ -111,7 +111,7 @@ impl Session {
         for unit in run(header) {
             let tensor = &self.tensors[self.plan.unit(unit).tensor.index()];
             if header.step > tensor.step {
-                return Err(violation(peer, "a result of a step that has not begun"));
+                return Err(Fault::violation(peer, "a result of a step that has not begun"));
             }
             let received = state.received.get((unit.0 - state.units.start) as usize);
             fresh &= tensor.active && header.step == tensor.step && !received;
@@ -263,7 +263,7 @@ impl Session {
             return Ok(());
         }
         if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {
-            return Err(violation(peer, "a message whose body does not match its header"));
+            return Err(Fault::violation(peer, "a message whose body does not match its header"));
         }
         match header.kind {
             FrameKind::Ack => self.handle_ack(peer, header, now),
@@ -285,7 +285,7 @@ impl Session {
             }
             FrameKind::Manifest => self.handle_manifest(peer, header, body),
             FrameKind::Ready => self.handle_ready(peer, header),
-            FrameKind::Contribution | FrameKind::Result => Err(violation(peer, "data as a message")),
+            FrameKind::Contribution | FrameKind::Result => Err(Fault::violation(peer, "data as a message")),
         }
     }
 
@@ -329,7 +329,7 @@ impl Session {
     fn handle_nack(&mut self, peer: Rank, header: &FrameHeader, body: &[u8]) -> Result<(), Fault> {
         self.check_range(peer, header)?;
         if body.len() != (header.unit_count as usize).div_ceil(8) {
-            return Err(violation(peer, "a request whose bitmap has the wrong length"));
+            return Err(Fault::violation(peer, "a request whose bitmap has the wrong length"));
         }
         let wanted = run(header).zip(0usize..).filter(|(_, at)| body[at / 8] & (1 << (at % 8)) != 0);
         let mut waiting = None;
@@ -351,7 +351,7 @@ impl Session {
     fn resend_contribution(&mut self, peer: Rank, unit: UnitIndex, step: Step) -> Result<(), Fault> {
         let plan = self.plan.unit(unit);
         if plan.owner != peer {
-            return Err(violation(peer, "a request for contributions that are not its own to reduce"));
+            return Err(Fault::violation(peer, "a request for contributions that are not its own to reduce"));
         }
         let tensor = &self.tensors[plan.tensor.index()];
         let state = &mut self.buckets[plan.bucket.index()];
@@ -367,7 +367,7 @@ impl Session {
     fn resend_result(&mut self, peer: Rank, unit: UnitIndex, step: Step) -> Result<bool, Fault> {
         let plan = self.plan.unit(unit);
         if plan.owner != self.config.rank {
-            return Err(violation(peer, "a request for results that this rank does not own"));
+            return Err(Fault::violation(peer, "a request for results that this rank does not own"));
         }
         let state = &self.buckets[plan.bucket.index()];
         let own = (unit.0 - state.owned.start) as usize;
@@ -406,7 +406,7 @@ impl Session {
     }
 
     fn handle_abort(&mut self, peer: Rank, body: &[u8]) -> Result<(), Fault> {
-        let fault = Fault::decode(body).map_err(|_| violation(peer, "a fault that cannot be read"))?;
+        let fault = Fault::decode(body).map_err(|_| Fault::violation(peer, "a fault that cannot be read"))?;
         let fault = if fault.reporter.is_none() { fault.reported_by(peer) } else { fault };
         self.fail(fault);
         Ok(())
@@ -416,11 +416,4 @@ impl Session {
 /// The units of the header's run.
 fn run(header: &FrameHeader) -> impl Iterator<Item = UnitIndex> + use<> {
     (header.unit_first.0..header.unit_first.0 + header.unit_count).map(UnitIndex)
-}
-
-pub(super) fn violation(peer: Rank, what: &str) -> Fault {
-    let detail = format!(
-        "{peer} sent {what}, which the protocol does not allow: both ranks must run the same version of gradwire, and nothing else may use its ports"
-    );
-    Fault::new(FaultKind::ProtocolViolation, detail).at(peer)
 }

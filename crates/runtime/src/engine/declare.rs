@@ -48,7 +48,7 @@ impl Engine {
         for (rank, bytes) in self.session.take_manifests().iter().enumerate() {
             let rank = Rank(rank as u32);
             let manifest = Manifest::decode(bytes)
-                .map_err(|malformed| super::receive::violation(rank, &format!("bad declarations ({})", malformed.0)))?;
+                .map_err(|malformed| Fault::violation(rank, &format!("bad declarations ({})", malformed.0)))?;
             manifests.push(manifest);
         }
         let declarations = agree(&manifests)?;

@@ -187,19 +187,13 @@ impl Engine {
 
     /// Checks what the session cannot see, and makes the buffers known to the transport where it works on them.
     fn check_submission(&mut self, tensor: TensorId, input: Option<&Buffer>, output: &Buffer) -> Result<(), Fault> {
-        let plan = self.session.plan();
-        let tensor_plan = plan.tensor(tensor);
-        let bucket = plan.bucket(tensor_plan.bucket);
         if self.slots[tensor.index()].output.is_some() {
             let detail = "an operation on this tensor is in flight: wait for it before the next one";
-            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(tensor_plan.name.clone()));
+            return Err(
+                Fault::new(FaultKind::TensorBusy, detail).tensor(self.session.plan().tensor(tensor).name.clone())
+            );
         }
-        for buffer in input.into_iter().chain([output]) {
-            if bucket.direct {
-                self.transport.register(buffer)?;
-            }
-        }
-        Ok(())
+        input.into_iter().chain([output]).try_for_each(|buffer| self.register(tensor, buffer))
     }
 
     /// Makes a buffer of a tensor known to the peers before its first use.

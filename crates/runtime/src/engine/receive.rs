@@ -31,7 +31,7 @@ impl Receiver<'_> {
         match FrameHeader::decode(bytes, self.job) {
             Ok(header) => Some(header),
             Err(malformed) => {
-                self.session.fail(violation(peer, &format!("a frame with a bad {}", malformed.0)));
+                self.session.fail(Fault::violation(peer, &format!("a frame with a bad {}", malformed.0)));
                 None
             }
         }
@@ -48,7 +48,7 @@ impl Receiver<'_> {
             }
         }
         if self.expected_target(peer, header) != Some(target) {
-            self.session.fail(violation(peer, "a write to a place that was not offered for it"));
+            self.session.fail(Fault::violation(peer, "a write to a place that was not offered for it"));
             return false;
         }
         if bytes != header.payload_len as usize {
@@ -106,7 +106,7 @@ impl Sink for Receiver<'_> {
 
     fn message(&mut self, peer: Rank, message: &[u8]) {
         let Some((head, body)) = message.split_at_checked(FRAME_HEADER_BYTES) else {
-            self.session.fail(violation(peer, "a message shorter than a header"));
+            self.session.fail(Fault::violation(peer, "a message shorter than a header"));
             return;
         };
         let Some(header) = self.header(peer, head) else { return };
@@ -205,7 +205,7 @@ pub(super) fn view(
 ) -> Result<&[u8], Fault> {
     transport
         .view(peer, place, bytes as usize)
-        .map_err(|refused| violation(peer, &format!("the place of data that cannot be read ({refused})")))
+        .map_err(|refused| Fault::violation(peer, &format!("the place of data that cannot be read ({refused})")))
 }
 
 /// Puts a checked result into the callers' buffers and counts its units. `data`: the result read in place; without
@@ -251,11 +251,4 @@ fn place_result(
         session.handle_result_unit(UnitIndex(index), nonfinite, now);
     }
     Ok(())
-}
-
-pub(super) fn violation(peer: Rank, what: &str) -> Fault {
-    let detail = format!(
-        "{peer} sent {what}, which the protocol does not allow: both ranks must run the same version of gradwire, and nothing else may use its ports"
-    );
-    Fault::new(FaultKind::ProtocolViolation, detail).at(peer)
 }

@@ -6,7 +6,6 @@ use gradwire_proto::{Fault, FaultKind, Rank, UnitIndex};
 use gradwire_transport::Transport;
 
 use super::memory::{Memory, RoundMemory, local};
-use super::receive::violation;
 use super::{Engine, Slot};
 
 impl Engine {
@@ -117,7 +116,7 @@ impl<'a> Peers<'a> {
     fn check(&self, me: Rank) -> Result<(), Fault> {
         for rank in (0..self.landings.len()).filter(|rank| *rank != me.index()) {
             if self.find(rank).is_none() {
-                return Err(violation(Rank(rank as u32), "the place of a contribution that cannot be read"));
+                return Err(Fault::violation(Rank(rank as u32), "the place of a contribution that cannot be read"));
             }
         }
         Ok(())

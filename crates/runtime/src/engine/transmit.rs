@@ -6,9 +6,9 @@ use gradwire_proto::session::{Data, MessageBytes, Transmit};
 use gradwire_proto::{Fault, Rank, UnitIndex};
 use gradwire_transport::{Buffer, Refused, Remote, Slice};
 
+use super::Engine;
 use super::memory::{Memory, local};
 use super::reduce::native_range;
-use super::{Engine, receive::violation};
 use crate::types::Integrity;
 
 /// Space for encoding.
@@ -50,7 +50,8 @@ impl Engine {
                     moved += 1;
                 }
                 Ok(Err(Refused::Invalid(what))) => {
-                    self.session.fail(violation(transmit.peer, &format!("a place that cannot be written to ({what})")));
+                    self.session
+                        .fail(Fault::violation(transmit.peer, &format!("a place that cannot be written to ({what})")));
                 }
                 Ok(Err(_)) => {
                     self.session.handle_refused(&transmit);
@@ -177,7 +178,7 @@ impl Engine {
         }
         let slot = &self.slots[plan.unit(transmit.unit_first).tensor.index()];
         let buffer = if result { slot.output.as_ref() } else { slot.input.as_ref().or(slot.output.as_ref()) };
-        let missing = || violation(transmit.peer, "a request for data of an operation that has ended");
+        let missing = || Fault::violation(transmit.peer, "a request for data of an operation that has ended");
         Ok((buffer.ok_or_else(missing)?, 0))
     }
 
