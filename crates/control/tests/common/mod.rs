@@ -1,40 +1,22 @@
-//! The broker that tests run against: the embedded one, or the Apache Pulsar that GRADWIRE_TEST_PULSAR_URL names.
+//! What the control plane's tests share: brokers to test against, names, jobs and patience.
 
-#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
+#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test file uses a part of it")]
+
+mod apache;
+mod brokers;
+pub mod client;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use gradwire_control::{BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Membership};
+use gradwire_control::{BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Membership, VersionRecord};
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::{Fault, Rank, Secret};
+use gradwire_proto::{Epoch, Fault, Rank, Secret, Step, UnitIndex};
+
+pub use brokers::{TestBroker, own_broker, own_broker_with_token, test_broker};
 
 /// How long a test waits for what must come.
 pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// A broker for one test.
-pub struct TestBroker {
-    url: String,
-    _embedded: Option<EmbeddedBroker>,
-}
-
-impl TestBroker {
-    /// Its URL.
-    pub fn url(&self) -> &str {
-        &self.url
-    }
-}
-
-/// The broker to test against.
-pub fn test_broker() -> TestBroker {
-    match std::env::var("GRADWIRE_TEST_PULSAR_URL") {
-        Ok(url) => TestBroker { url, _embedded: None },
-        Err(_) => {
-            let embedded = embedded_broker();
-            TestBroker { url: embedded.url().to_owned(), _embedded: Some(embedded) }
-        }
-    }
-}
 
 /// An embedded broker on a free port, for tests of what only it promises.
 pub fn embedded_broker() -> EmbeddedBroker {
@@ -77,6 +59,22 @@ pub fn join_all(requests: Vec<JoinRequest>) -> Vec<Joined> {
     let threads: Vec<_> =
         requests.into_iter().map(|request| std::thread::spawn(move || ControlPlane::join(request))).collect();
     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+}
+
+/// The members, where all joined.
+pub fn planes(joined: Vec<Joined>) -> Vec<ControlPlane> {
+    joined.into_iter().map(|joined| joined.expect("a member").0).collect()
+}
+
+/// A version record.
+pub fn version(owner: u32, step: u64, crcs: u32) -> VersionRecord {
+    VersionRecord {
+        epoch: Epoch(1),
+        step: Step(step),
+        owner: Rank(owner),
+        contributors: vec![Rank(0), Rank(1)],
+        crcs: (0..crcs).map(|unit| (UnitIndex(unit), unit.wrapping_mul(31))).collect(),
+    }
 }
 
 /// Waits until `condition` gives something.
