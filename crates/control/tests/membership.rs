@@ -259,7 +259,7 @@ fn a_wrong_url_is_refused_at_once() {
 fn a_wrong_or_missing_token_is_refused_and_the_right_one_admitted() {
     let secret = Secret::from_bytes([1; 32]);
     let broker =
-        EmbeddedBroker::start(gradwire_control::BrokerConfig { token: Some(broker_token(&secret)), ..local() })
+        EmbeddedBroker::start(gradwire_control::BrokerConfig { token: Some(broker_token(&secret).into()), ..local() })
             .unwrap();
     let config = job(broker.url(), "token", 1);
     for token in [None, Some(String::new()), Some(broker_token(&Secret::from_bytes([2; 32])))] {

@@ -14,7 +14,10 @@ mod link;
 mod replies;
 mod session;
 mod store;
+mod tls;
+mod token;
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -22,11 +25,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gradwire_proto::{Fault, FaultKind, Secret};
+use gradwire_proto::{Fault, FaultKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 use store::{Limits, Store};
+use token::Admission;
+use tokio_rustls::TlsAcceptor;
+
+pub use tls::BrokerTls;
+pub use token::BrokerToken;
 
 /// How often a refused `accept` (out of descriptors) is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
@@ -40,8 +48,11 @@ pub struct BrokerConfig {
     pub listen: SocketAddr,
     /// `host:port` that clients are told to use. Without it, each client is told the address that it reached.
     pub advertise: Option<String>,
-    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted.
-    pub token: Option<String>,
+    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted,
+    /// or everyone who shows a certificate where [`BrokerTls::client_ca`] asks for one.
+    pub token: Option<BrokerToken>,
+    /// Makes the port speak TLS, and only that.
+    pub tls: Option<BrokerTls>,
     /// Largest payload of one message, in bytes.
     pub message_bytes_max: usize,
     /// Most bytes that one topic holds. A full topic refuses messages, unless all its durable subscriptions have
@@ -72,6 +83,7 @@ impl BrokerConfig {
             listen,
             advertise: None,
             token: None,
+            tls: None,
             message_bytes_max: 5 << 20,
             topic_bytes_max: 64 << 20,
             total_bytes_max: 512 << 20,
@@ -98,17 +110,17 @@ impl EmbeddedBroker {
     /// Starts a broker. It answers from the moment that this returns.
     ///
     /// # Errors
+    /// [`FaultKind::InvalidArgument`] when a file of the configuration cannot be used, and names it;
     /// [`FaultKind::AddressInUse`] when the port is taken; [`FaultKind::System`] when the address cannot be bound or
     /// the system gives no thread.
     pub fn start(config: BrokerConfig) -> Result<Self, Fault> {
+        let broker = Broker::new(config)?;
+        let config = &broker.config;
         let listener = bind(config.listen)?;
         let address =
             listener.local_addr().map_err(|error| system(format!("the broker's socket has no address: {error}")))?;
-        let url = config
-            .advertise
-            .as_ref()
-            .map_or_else(|| format!("pulsar://{}", reachable(address)), |advertise| format!("pulsar://{advertise}"));
-        let broker = Arc::new(Broker::new(config));
+        let url = broker.url_for(&reachable(address).to_string());
+        let broker = Arc::new(broker);
         let (stop, stopped) = watch::channel(false);
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
@@ -120,7 +132,7 @@ impl EmbeddedBroker {
         Ok(Self { address, url, stop, thread: Some(thread) })
     }
 
-    /// The URL for clients: `pulsar://host:port`.
+    /// The URL for clients: `pulsar://host:port`, or `pulsar+ssl://host:port` with TLS.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -152,18 +164,17 @@ impl Drop for EmbeddedBroker {
 }
 
 /// What all links share.
-#[derive(Debug)]
 pub(crate) struct Broker {
     config: BrokerConfig,
     store: Mutex<Store>,
-    /// A keyed digest of the token: comparing digests takes the same time wherever the texts differ.
-    token: Option<(Secret, [u8; 32])>,
+    admission: Admission,
+    tls: Option<TlsAcceptor>,
     links: AtomicUsize,
     pending_links: AtomicUsize,
 }
 
 impl Broker {
-    fn new(config: BrokerConfig) -> Self {
+    fn new(config: BrokerConfig) -> Result<Self, Fault> {
         let limits = Limits {
             topic_bytes_max: config.topic_bytes_max,
             total_bytes_max: config.total_bytes_max,
@@ -172,18 +183,15 @@ impl Broker {
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let ledger = u64::try_from(now.as_millis()).unwrap_or_default().max(1);
-        let token = config.token.as_ref().map(|token| {
-            let key = Secret::from_bytes([0x5a; 32]);
-            let digest = key.proof(TOKEN_DIGEST, &[token.as_bytes()]);
-            (key, digest)
-        });
-        Self {
+        let tls = config.tls.as_ref();
+        Ok(Self {
+            admission: Admission::new(config.token.as_ref(), tls.is_some_and(|tls| tls.client_ca.is_some()))?,
+            tls: tls.map(BrokerTls::load).transpose()?,
             store: Mutex::new(Store::new(limits, ledger)),
-            token,
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
-        }
+        })
     }
 
     /// A panic while the lock was held would be a bug; the store stays usable, so the other links go on.
@@ -191,14 +199,10 @@ impl Broker {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn admits(&self, method: &str, data: &[u8]) -> bool {
-        self.token.as_ref().is_none_or(|(key, digest)| method == "token" && key.verifies(TOKEN_DIGEST, &[data], digest))
-    }
-
-    /// The URL that a client which reached us at `local` is told.
-    fn url_for(&self, local: SocketAddr) -> String {
-        let advertise = self.config.advertise.clone();
-        format!("pulsar://{}", advertise.unwrap_or_else(|| local.to_string()))
+    /// The URL that a client which reached us at this `host:port` is told.
+    fn url_for(&self, reached: &str) -> String {
+        let scheme = if self.tls.is_some() { "pulsar+ssl" } else { "pulsar" };
+        format!("{scheme}://{}", self.config.advertise.as_deref().unwrap_or(reached))
     }
 
     fn link_settled(&self) {
@@ -206,7 +210,11 @@ impl Broker {
     }
 }
 
-const TOKEN_DIGEST: &str = "gradwire broker token digest";
+impl fmt::Debug for Broker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Broker").field("config", &self.config).finish_non_exhaustive()
+    }
+}
 
 fn serve(
     broker: &Arc<Broker>,

@@ -4,7 +4,6 @@
 //! time-out. Dropping a session ends its producers and consumers.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::BytesMut;
@@ -31,8 +30,8 @@ const OUTPUT_BYTES_FULL: usize = 256 << 10;
 pub(super) struct Session {
     broker: Arc<Broker>,
     link: u64,
-    /// Where the client reached us: the address that it is told to use.
-    local: SocketAddr,
+    /// Where the client reached us, `host:port`: what it is told to use.
+    reached: String,
     wake: Arc<Notify>,
     connected: bool,
     producers: BTreeMap<u64, Producer>,
@@ -61,8 +60,8 @@ impl From<BadFrame> for Close {
 }
 
 impl Session {
-    pub(super) fn new(broker: Arc<Broker>, link: u64, local: SocketAddr, wake: Arc<Notify>) -> Self {
-        Self { broker, link, local, wake, connected: false, producers: BTreeMap::new(), consumers: BTreeMap::new() }
+    pub(super) fn new(broker: Arc<Broker>, link: u64, reached: String, wake: Arc<Notify>) -> Self {
+        Self { broker, link, reached, wake, connected: false, producers: BTreeMap::new(), consumers: BTreeMap::new() }
     }
 
     /// Whether the client has connected, with the right token where one is wanted.
@@ -135,10 +134,11 @@ impl Session {
             return Err(Close("a second CONNECT".to_owned()));
         }
         let method = connect.auth_method_name.as_deref().unwrap_or_default();
-        if !self.broker.admits(method, connect.auth_data.as_deref().unwrap_or_default()) {
-            let detail = "the token is missing or wrong".to_owned();
-            put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, detail)));
-            return Err(Close("authentication failed".to_owned()));
+        let shown = connect.auth_data.as_deref().unwrap_or_default();
+        if let Err(reason) = self.broker.admission.check(method, shown) {
+            let closing = Close(format!("authentication failed: {reason}"));
+            put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, reason)));
+            return Err(closing);
         }
         self.connected = true;
         let version = connect.protocol_version.unwrap_or_default();
@@ -151,7 +151,7 @@ impl Session {
         let reply = if let Some(request) = command.partition_metadata {
             replies::partitions(request.request_id, full_name(&request.topic).map(drop))
         } else if let Some(request) = command.lookup_topic {
-            replies::lookup(request.request_id, full_name(&request.topic).map(|_| self.broker.url_for(self.local)))
+            replies::lookup(request.request_id, full_name(&request.topic).map(|_| self.broker.url_for(&self.reached)))
         } else if let Some(request) = command.producer {
             let id = request.request_id;
             self.open_producer(request)
