@@ -13,6 +13,8 @@ mod frame;
 mod link;
 mod replies;
 mod session;
+#[allow(dead_code)]
+mod storage;
 mod store;
 mod tls;
 mod token;
