@@ -205,7 +205,11 @@ fn load(table: &Table) -> Result<Loaded, TableError> {
         match row {
             Row::Meta { name: LEDGER, value } => loaded.ledger = value,
             Row::Entry { topic, number, arrival_ms, tail } => {
-                loaded.owner(topic)?.entries.push(StoredEntry { number, arrival_ms, tail: Bytes::copy_from_slice(tail) });
+                loaded.owner(topic)?.entries.push(StoredEntry {
+                    number,
+                    arrival_ms,
+                    tail: Bytes::copy_from_slice(tail),
+                });
             }
             Row::Subscription { topic, name, state } => {
                 loaded.owner(topic)?.subscriptions.push((name.to_owned(), state.to_owned()));

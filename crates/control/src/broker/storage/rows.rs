@@ -15,7 +15,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use gradwire_proto::wire::{Malformed, Reader, put_text};
 
-use crate::broker::store::NAME_BYTES_MAX;
+use crate::broker::names::NAME_BYTES_MAX;
 
 const META: u8 = 1;
 const HEAD: u8 = 2;
@@ -64,10 +64,18 @@ pub(in crate::broker) struct Ops {
 /// One change of rows.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Op<'a> {
-    Put { key: &'a [u8], value: &'a [u8] },
-    Remove { key: &'a [u8] },
+    Put {
+        key: &'a [u8],
+        value: &'a [u8],
+    },
+    Remove {
+        key: &'a [u8],
+    },
     /// Removes all keys from `first` to just below `end`.
-    RemoveRange { first: &'a [u8], end: &'a [u8] },
+    RemoveRange {
+        first: &'a [u8],
+        end: &'a [u8],
+    },
 }
 
 impl Ops {
