@@ -1,6 +1,7 @@
 //! What an embedded broker listens on, admits and holds.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::tls::BrokerTls;
@@ -18,6 +19,11 @@ pub struct BrokerConfig {
     pub token: Option<BrokerToken>,
     /// Makes the port speak TLS, and only that.
     pub tls: Option<BrokerTls>,
+    /// Where topics are kept; made if it is not there. Without it they are in memory only.
+    pub data_dir: Option<PathBuf>,
+    /// Whether everything is written to the disk itself before a client hears that it is kept. Then it survives a loss
+    /// of power; otherwise, the end of the process.
+    pub fsync: bool,
     /// Largest payload of one message, in bytes.
     pub message_bytes_max: usize,
     /// Most bytes that one topic holds. A full topic drops what all its durable subscriptions have acknowledged, then
@@ -55,6 +61,8 @@ impl BrokerConfig {
             advertise: None,
             token: None,
             tls: None,
+            data_dir: None,
+            fsync: false,
             message_bytes_max: 5 << 20,
             topic_bytes_max: 64 << 20,
             total_bytes_max: 512 << 20,

@@ -13,13 +13,13 @@ use bytes::BytesMut;
 use pulsar::message::proto::ServerError;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_rustls::server::TlsStream;
 
-use super::frame::{put_command, take_frame};
+use super::frame::{put_command, refuse_receipts, take_frame};
 use super::session::{Close, Session};
-use super::store::Refused;
+use super::store::{Outcome, Refused};
 use super::{Broker, replies, tls};
 
 /// Largest frame before the client has shown its token.
@@ -72,6 +72,13 @@ struct Link {
 enum Opened {
     Plain(AckingStream),
     Tls(Box<TlsStream<AckingStream>>),
+}
+
+/// Answers that must not leave before what they say is kept. Nothing is read or handed out meanwhile, so that all
+/// commands and answers stay in their order.
+struct Held {
+    kept: oneshot::Receiver<Outcome>,
+    answers: BytesMut,
 }
 
 /// Counts a link that has not shown its token yet.
@@ -144,16 +151,23 @@ impl Link {
         let (mut asked, mut unflushed) = (false, false);
         let (mut reader, mut writer) = tokio::io::split(stream);
         let mut input = BytesMut::new();
+        let mut held: Option<Held> = None;
         loop {
-            session.fill(out);
+            if held.is_none() {
+                session.fill(out);
+            }
             tokio::select! {
-                read = reader.read_buf(&mut input), if out.len() < OUTPUT_BYTES_STALLED => {
+                read = reader.read_buf(&mut input), if held.is_none() && out.len() < OUTPUT_BYTES_STALLED => {
                     match read {
                         Ok(0) => return Close("the client closed it".to_owned()),
                         Ok(_) => {}
                         Err(error) => return Close(error.to_string()),
                     }
-                    if let Err(close) = handle_all(&broker, session, &mut input, out) {
+                    let mut answers = BytesMut::new();
+                    let handled = handle_all(&broker, session, &mut input, &mut answers);
+                    held = broker.store().kept().map(|kept| Held { kept, answers: answers.split() });
+                    out.unsplit(answers);
+                    if let Err(close) = handled {
                         return close;
                     }
                     if session.is_connected() {
@@ -167,7 +181,11 @@ impl Link {
                         return Close(error.to_string());
                     }
                 }
-                () = wake.notified() => {}
+                released = released(&mut held), if held.is_some() => {
+                    held = None;
+                    out.extend_from_slice(&released);
+                }
+                () = wake.notified(), if held.is_none() => {}
                 () = sleep_until(self.silent_until) => {
                     if asked || self.pending.is_some() {
                         return Close("silent for too long".to_owned());
@@ -179,6 +197,17 @@ impl Link {
             }
         }
     }
+}
+
+/// The answers that were held, when what they say is kept; with errors instead of receipts when it is not.
+async fn released(held: &mut Option<Held>) -> BytesMut {
+    let Some(held) = held else { return std::future::pending().await };
+    let outcome = (&mut held.kept).await;
+    let mut answers = held.answers.split();
+    if let Err(reason) = outcome.unwrap_or_else(|_| Err("the embedded broker stops".to_owned())) {
+        refuse_receipts(&mut answers, &reason);
+    }
+    answers
 }
 
 /// Writes a part of `out`. What TLS holds back counts as not flushed.

@@ -25,7 +25,6 @@ mod schema;
 mod selector;
 mod session;
 mod stats;
-#[allow(dead_code)]
 mod storage;
 mod store;
 mod tls;
@@ -44,7 +43,8 @@ use gradwire_proto::{Fault, FaultKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use store::Store;
+use storage::{Keeper, Storage};
+use store::{Signals, Store};
 use token::Admission;
 use tokio_rustls::TlsAcceptor;
 
@@ -78,20 +78,22 @@ impl EmbeddedBroker {
     /// [`FaultKind::AddressInUse`] when the port is taken; [`FaultKind::System`] when the address cannot be bound or
     /// the system gives no thread.
     pub fn start(config: BrokerConfig) -> Result<Self, Fault> {
-        let broker = Broker::new(config)?;
-        let config = &broker.config;
+        // First of all: two brokers with the same port are as likely as two with the same directory.
         let listener = bind(config.listen)?;
+        let (broker, storage) = Broker::new(config)?;
         let address =
             listener.local_addr().map_err(|error| system(format!("the broker's socket has no address: {error}")))?;
         let url = broker.url_for(&reachable(address).to_string());
         let broker = Arc::new(broker);
+        let keeper =
+            storage.map(|(storage, signals)| Keeper::new(broker.clone(), signals, storage, broker.config.fsync));
         let (stop, stopped) = watch::channel(false);
         let served = broker.clone();
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("gradwire-broker".to_owned())
             // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
-            .spawn(move || serve(&served, listener, &started, stopped))
+            .spawn(move || serve(&served, listener, keeper, &started, stopped))
             .map_err(|error| system(format!("the embedded broker gets no thread from the system: {error}")))?;
         outcome.recv().unwrap_or_else(|_| Err(system("the embedded broker's thread ended".to_owned())))?;
         Ok(Self { broker, address, url, stop, thread: Some(thread) })
@@ -117,7 +119,8 @@ impl EmbeddedBroker {
         BrokerStats { links, bytes: store.bytes(), topics: store.stats() }
     }
 
-    /// Stops the broker and closes every link. What its topics held is gone. Ends within about a second.
+    /// Stops the broker and closes every link. What its topics held is gone, unless they are kept in a data directory.
+    /// Ends within about a second.
     pub fn stop(mut self) {
         self.end();
     }
@@ -147,16 +150,27 @@ pub(crate) struct Broker {
 }
 
 impl Broker {
-    fn new(config: BrokerConfig) -> Result<Self, Fault> {
+    /// The broker, and its data directory if it has one.
+    fn new(config: BrokerConfig) -> Result<(Self, Option<(Storage, Arc<Signals>)>), Fault> {
         let tls = config.tls.as_ref();
-        Ok(Self {
+        let opened = config.data_dir.as_deref().map(Storage::open).transpose()?;
+        let (store, kept) = match opened {
+            None => (Store::new(config.clone(), now_ms()), None),
+            Some((storage, loaded)) => {
+                let signals = Arc::new(Signals::default());
+                let store = Store::restore(config.clone(), now_ms(), loaded, storage.path(), signals.clone())?;
+                (store, Some((storage, signals)))
+            }
+        };
+        let broker = Self {
             admission: Admission::new(config.token.as_ref(), tls.is_some_and(|tls| tls.client_ca.is_some()))?,
             tls: tls.map(BrokerTls::load).transpose()?,
-            store: Mutex::new(Store::new(config.clone(), now_ms())),
+            store: Mutex::new(store),
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
-        })
+        };
+        Ok((broker, kept))
     }
 
     /// A panic while the lock was held would be a bug; the store stays usable, so the other links go on.
@@ -184,6 +198,7 @@ impl fmt::Debug for Broker {
 fn serve(
     broker: &Arc<Broker>,
     listener: std::net::TcpListener,
+    keeper: Option<Keeper>,
     started: &SyncSender<Result<(), Fault>>,
     stopped: watch::Receiver<bool>,
 ) {
@@ -197,7 +212,11 @@ fn serve(
             Ok(listener) => {
                 let _ = started.send(Ok(()));
                 tokio::spawn(tick(broker.clone(), stopped.clone()));
+                let keeper = keeper.map(|keeper| tokio::spawn(keeper.run(stopped.clone())));
                 accept(broker, &listener, stopped).await;
+                if let Some(keeper) = keeper {
+                    let _ = keeper.await;
+                }
             }
             Err(error) => drop(started.send(failed(error))),
         }

@@ -59,11 +59,6 @@ impl Journal {
         self.bytes
     }
 
-    /// The number of the next frame.
-    pub(super) fn next(&self) -> u64 {
-        self.next
-    }
-
     /// Appends a frame. When this returns, it survives the end of this process.
     pub(super) fn append(&mut self, ops: &Ops) -> io::Result<()> {
         self.mend()?;

@@ -9,6 +9,7 @@
 
 mod directory;
 mod journal;
+mod keeper;
 mod rows;
 mod table;
 
@@ -27,6 +28,7 @@ use journal::{Frames, Journal};
 use rows::Row;
 use table::{Table, TableError};
 
+pub(super) use keeper::Keeper;
 pub(super) use rows::{Head, Ops};
 
 /// A journal file of this size is followed by another one: a checkpoint reads whole files into memory.
