@@ -19,7 +19,7 @@ mod rendezvous;
 mod versions;
 mod worker;
 
-pub use broker::{BrokerConfig, EmbeddedBroker};
+pub use broker::{BrokerConfig, BrokerTls, BrokerToken, EmbeddedBroker};
 pub use job::{JobConfig, JobName, broker_token};
 pub use plane::{ControlPlane, JoinRequest};
 pub use read::read_versions;

@@ -4,33 +4,13 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::client::*;
 use common::*;
 use futures::StreamExt;
 use gradwire_control::{BrokerConfig, EmbeddedBroker};
 use gradwire_proto::FaultKind;
 use pulsar::producer::Message;
-use pulsar::{Consumer, SubType};
 use tokio::time::timeout;
-
-#[tokio::test]
-async fn what_is_not_supported_is_an_error_at_once() {
-    let broker = embedded_broker();
-    let (client, topic) = (client(broker.url()).await, unique("unsupported"));
-    for kind in [SubType::Shared, SubType::Failover, SubType::KeyShared] {
-        let builder = client.consumer().with_topic(&topic).with_subscription("s").with_subscription_type(kind);
-        let built: Result<Consumer<Bytes, _>, _> =
-            timeout(Duration::from_secs(5), builder.build()).await.expect("an answer");
-        let error = built.err().expect("refused").to_string();
-        assert!(error.contains("does not support"), "{error}");
-    }
-    let options = pulsar::ProducerOptions { access_mode: Some(1), ..Default::default() };
-    let built = client.producer().with_topic(&topic).with_options(options).build();
-    let error = timeout(Duration::from_secs(5), built).await.expect("an answer").err().expect("refused").to_string();
-    assert!(error.contains("does not support"), "{error}");
-}
 
 #[tokio::test]
 async fn a_full_topic_refuses_and_keeps_what_it_has() {

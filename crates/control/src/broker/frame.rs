@@ -6,9 +6,12 @@
 //! producer made.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use pulsar::message::proto::{BaseCommand, CommandMessage, MessageIdData, base_command};
+use pulsar::message::proto::{BaseCommand, CommandMessage, ServerError, base_command};
 use pulsar::message::{Codec, Message, Metadata};
 use tokio_util::codec::{Decoder, Encoder};
+
+use super::replies;
+use super::store::Refused;
 
 /// Marks a tail that carries a checksum.
 const TAIL_MAGIC: [u8; 2] = [0x0e, 0x01];
@@ -71,6 +74,39 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     Ok(Some(Frame { command: message.command, tail }))
 }
 
+/// Reads a tail that was stored before.
+///
+/// # Errors
+/// When it is malformed, or its CRC is wrong.
+pub(super) fn parse_tail(bytes: Bytes) -> Result<Tail, BadFrame> {
+    let mut frame = BytesMut::with_capacity(SIZES_BYTES + 64 + bytes.len());
+    put_command(&mut frame, BaseCommand { r#type: base_command::Type::Send as i32, ..Default::default() });
+    let total = (frame.len() - 4 + bytes.len()) as u32;
+    frame[..4].copy_from_slice(&total.to_be_bytes());
+    frame.put_slice(&bytes);
+    let message = Codec.decode(&mut frame).map_err(|error| BadFrame(error.to_string()))?;
+    let payload = message.and_then(|message| message.payload).ok_or_else(|| BadFrame("no payload".to_owned()))?;
+    Ok(Tail { bytes, payload_bytes: payload.data.len(), metadata: payload.metadata })
+}
+
+/// Turns the receipts among these answers into errors: what they were for is not kept.
+pub(super) fn refuse_receipts(answers: &mut BytesMut, reason: &str) {
+    let mut refused = BytesMut::with_capacity(answers.len());
+    while let Ok(Some(message)) = Codec.decode(answers) {
+        put_command(
+            &mut refused,
+            match message.command.send_receipt {
+                Some(receipt) => {
+                    let error = Refused(ServerError::PersistenceError, reason.to_owned());
+                    replies::send_error(receipt.producer_id, receipt.sequence_id, error)
+                }
+                None => message.command,
+            },
+        );
+    }
+    *answers = refused;
+}
+
 /// Appends a command without tail.
 pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
     // Encoding into a growing buffer cannot fail; were it to, the client would time out on its request.
@@ -80,15 +116,8 @@ pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
 }
 
 /// Appends a MESSAGE with the stored tail.
-pub(super) fn put_message(out: &mut BytesMut, consumer_id: u64, id: MessageIdData, tail: &[u8]) {
+pub(super) fn put_message(out: &mut BytesMut, message: CommandMessage, tail: &[u8]) {
     let start = out.len();
-    let message = CommandMessage {
-        consumer_id,
-        message_id: id,
-        redelivery_count: None,
-        ack_set: Vec::new(),
-        consumer_epoch: None,
-    };
     let command =
         BaseCommand { r#type: base_command::Type::Message as i32, message: Some(message), ..Default::default() };
     put_command(out, command);
@@ -101,7 +130,7 @@ pub(super) fn put_message(out: &mut BytesMut, consumer_id: u64, id: MessageIdDat
 mod tests {
     use proptest::prelude::*;
     use pulsar::message::Payload;
-    use pulsar::message::proto::{CommandPing, CommandSend, MessageMetadata};
+    use pulsar::message::proto::{CommandPing, CommandSend, MessageIdData, MessageMetadata};
 
     use super::*;
 
@@ -124,7 +153,7 @@ mod tests {
         assert_eq!((tail.payload_bytes, tail.metadata.sequence_id), (8, 7));
         let mut out = BytesMut::new();
         let id = MessageIdData { ledger_id: 3, entry_id: 4, partition: Some(-1), ..Default::default() };
-        put_message(&mut out, 9, id, &tail.bytes);
+        put_message(&mut out, CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
         // The client's own decoder accepts it, checksum included.
         let passed_on = Codec.decode(&mut out).unwrap().unwrap();
         assert_eq!(passed_on.payload.unwrap().data, b"gradient");

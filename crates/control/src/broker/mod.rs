@@ -1,20 +1,37 @@
 //! The embedded broker: one node that speaks Pulsar's wire protocol on a real port.
 //!
-//! It serves a job's control plane where no cluster is at hand: topics in memory, producers, exclusive consumers and
-//! readers, with every limit in [`BrokerConfig`]. What it does not do (replication, storage, other subscription
-//! types, partitions, schemas) it answers with an error of the protocol; it never lets a client wait.
+//! It serves a job's control plane where no cluster is at hand: topics in memory, all four kinds of subscriptions,
+//! readers, compaction, exclusive producers, schemas, with every limit in [`BrokerConfig`]. What it does not do
+//! (replication, partitions, transactions, delayed delivery) it answers with an error of the protocol or leaves out;
+//! it never lets a client wait.
 //!
 //! What a bad client can cost: bytes that are no frame, or are too large, close that client's link only. A link that
 //! does not show its token in time is closed, and the number of such links is bounded. Memory is bounded by
 //! [`BrokerConfig::topic_bytes_max`], [`BrokerConfig::total_bytes_max`] and a fixed amount for each link.
 
+mod config;
 mod cursor;
+mod dispatch;
 mod frame;
+mod hash;
 mod link;
+mod log;
+mod names;
+mod outbox;
+mod producers;
+mod ranges;
 mod replies;
+mod schema;
+mod selector;
 mod session;
+mod stats;
+mod storage;
 mod store;
+mod tls;
+mod token;
+mod topic;
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -22,72 +39,31 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gradwire_proto::{Fault, FaultKind, Secret};
+use gradwire_proto::{Fault, FaultKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use store::{Limits, Store};
+use storage::{Keeper, Storage};
+use store::{Signals, Store};
+use token::Admission;
+use tokio_rustls::TlsAcceptor;
+
+pub use config::{BrokerConfig, TopicPolicy};
+pub use stats::{BrokerStats, ConsumerStats, SubscriptionStats, TopicStats};
+pub use tls::BrokerTls;
+pub use token::BrokerToken;
 
 /// How often a refused `accept` (out of descriptors) is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 /// How long the broker's tasks may take to end.
 const STOP_MAX: Duration = Duration::from_secs(1);
-
-/// What an [`EmbeddedBroker`] listens on, admits and holds.
-#[derive(Clone, Debug)]
-pub struct BrokerConfig {
-    /// Address and port to listen on. Port 0 takes any free one.
-    pub listen: SocketAddr,
-    /// `host:port` that clients are told to use. Without it, each client is told the address that it reached.
-    pub advertise: Option<String>,
-    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted.
-    pub token: Option<String>,
-    /// Largest payload of one message, in bytes.
-    pub message_bytes_max: usize,
-    /// Most bytes that one topic holds. A full topic refuses messages, unless all its durable subscriptions have
-    /// acknowledged its oldest ones, or its name ends with one of [`BrokerConfig::drop_oldest_suffixes`].
-    pub topic_bytes_max: usize,
-    /// Most bytes that all topics hold together.
-    pub total_bytes_max: usize,
-    /// Most topics.
-    pub topics_max: usize,
-    /// Names of topics of which the latest records count: when full, they drop their oldest. Control logs must not
-    /// be among them: members rebuild their state from the first record on.
-    pub drop_oldest_suffixes: Vec<String>,
-    /// Most links at a time.
-    pub links_max: usize,
-    /// Most links at a time that have not shown their token yet.
-    pub pending_links_max: usize,
-    /// How long a link may take to show its token.
-    pub connect_timeout: Duration,
-    /// A link that was silent for this long is asked for a sign of life, and closed after the same time again.
-    pub keep_alive: Duration,
-}
-
-impl BrokerConfig {
-    /// The defaults, for a broker that listens at `listen`: 5 MiB per message, 64 MiB per topic, 512 MiB in all.
-    #[must_use]
-    pub fn new(listen: SocketAddr) -> Self {
-        Self {
-            listen,
-            advertise: None,
-            token: None,
-            message_bytes_max: 5 << 20,
-            topic_bytes_max: 64 << 20,
-            total_bytes_max: 512 << 20,
-            topics_max: 4096,
-            drop_oldest_suffixes: vec!["-versions".to_owned()],
-            links_max: 8192,
-            pending_links_max: 256,
-            connect_timeout: Duration::from_secs(5),
-            keep_alive: Duration::from_secs(30),
-        }
-    }
-}
+/// How often it looks for what time alone changes.
+const TICK: Duration = Duration::from_secs(1);
 
 /// A running broker, on its own thread. Dropping it stops it and closes every link.
 #[derive(Debug)]
 pub struct EmbeddedBroker {
+    broker: Arc<Broker>,
     address: SocketAddr,
     url: String,
     stop: watch::Sender<bool>,
@@ -98,29 +74,32 @@ impl EmbeddedBroker {
     /// Starts a broker. It answers from the moment that this returns.
     ///
     /// # Errors
+    /// [`FaultKind::InvalidArgument`] when a file of the configuration cannot be used, and names it;
     /// [`FaultKind::AddressInUse`] when the port is taken; [`FaultKind::System`] when the address cannot be bound or
     /// the system gives no thread.
     pub fn start(config: BrokerConfig) -> Result<Self, Fault> {
+        // First of all: two brokers with the same port are as likely as two with the same directory.
         let listener = bind(config.listen)?;
+        let (broker, storage) = Broker::new(config)?;
         let address =
             listener.local_addr().map_err(|error| system(format!("the broker's socket has no address: {error}")))?;
-        let url = config
-            .advertise
-            .as_ref()
-            .map_or_else(|| format!("pulsar://{}", reachable(address)), |advertise| format!("pulsar://{advertise}"));
-        let broker = Arc::new(Broker::new(config));
+        let url = broker.url_for(&reachable(address).to_string());
+        let broker = Arc::new(broker);
+        let keeper =
+            storage.map(|(storage, signals)| Keeper::new(broker.clone(), signals, storage, broker.config.fsync));
         let (stop, stopped) = watch::channel(false);
+        let served = broker.clone();
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("gradwire-broker".to_owned())
             // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
-            .spawn(move || serve(&broker, listener, &started, stopped))
+            .spawn(move || serve(&served, listener, keeper, &started, stopped))
             .map_err(|error| system(format!("the embedded broker gets no thread from the system: {error}")))?;
         outcome.recv().unwrap_or_else(|_| Err(system("the embedded broker's thread ended".to_owned())))?;
-        Ok(Self { address, url, stop, thread: Some(thread) })
+        Ok(Self { broker, address, url, stop, thread: Some(thread) })
     }
 
-    /// The URL for clients: `pulsar://host:port`.
+    /// The URL for clients: `pulsar://host:port`, or `pulsar+ssl://host:port` with TLS.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -132,7 +111,16 @@ impl EmbeddedBroker {
         self.address
     }
 
-    /// Stops the broker and closes every link. What its topics held is gone. Ends within about a second.
+    /// What it holds and whom it serves at this moment.
+    #[must_use]
+    pub fn stats(&self) -> BrokerStats {
+        let links = self.broker.links.load(Ordering::Relaxed);
+        let store = self.broker.store();
+        BrokerStats { links, bytes: store.bytes(), topics: store.stats() }
+    }
+
+    /// Stops the broker and closes every link. What its topics held is gone, unless they are kept in a data directory.
+    /// Ends within about a second.
     pub fn stop(mut self) {
         self.end();
     }
@@ -152,38 +140,37 @@ impl Drop for EmbeddedBroker {
 }
 
 /// What all links share.
-#[derive(Debug)]
 pub(crate) struct Broker {
     config: BrokerConfig,
     store: Mutex<Store>,
-    /// A keyed digest of the token: comparing digests takes the same time wherever the texts differ.
-    token: Option<(Secret, [u8; 32])>,
+    admission: Admission,
+    tls: Option<TlsAcceptor>,
     links: AtomicUsize,
     pending_links: AtomicUsize,
 }
 
 impl Broker {
-    fn new(config: BrokerConfig) -> Self {
-        let limits = Limits {
-            topic_bytes_max: config.topic_bytes_max,
-            total_bytes_max: config.total_bytes_max,
-            topics_max: config.topics_max,
-            drop_oldest_suffixes: config.drop_oldest_suffixes.clone(),
+    /// The broker, and its data directory if it has one.
+    fn new(config: BrokerConfig) -> Result<(Self, Option<(Storage, Arc<Signals>)>), Fault> {
+        let tls = config.tls.as_ref();
+        let opened = config.data_dir.as_deref().map(Storage::open).transpose()?;
+        let (store, kept) = match opened {
+            None => (Store::new(config.clone(), now_ms()), None),
+            Some((storage, loaded)) => {
+                let signals = Arc::new(Signals::default());
+                let store = Store::restore(config.clone(), now_ms(), loaded, storage.path(), signals.clone())?;
+                (store, Some((storage, signals)))
+            }
         };
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let ledger = u64::try_from(now.as_millis()).unwrap_or_default().max(1);
-        let token = config.token.as_ref().map(|token| {
-            let key = Secret::from_bytes([0x5a; 32]);
-            let digest = key.proof(TOKEN_DIGEST, &[token.as_bytes()]);
-            (key, digest)
-        });
-        Self {
-            store: Mutex::new(Store::new(limits, ledger)),
-            token,
+        let broker = Self {
+            admission: Admission::new(config.token.as_ref(), tls.is_some_and(|tls| tls.client_ca.is_some()))?,
+            tls: tls.map(BrokerTls::load).transpose()?,
+            store: Mutex::new(store),
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
-        }
+        };
+        Ok((broker, kept))
     }
 
     /// A panic while the lock was held would be a bug; the store stays usable, so the other links go on.
@@ -191,14 +178,10 @@ impl Broker {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn admits(&self, method: &str, data: &[u8]) -> bool {
-        self.token.as_ref().is_none_or(|(key, digest)| method == "token" && key.verifies(TOKEN_DIGEST, &[data], digest))
-    }
-
-    /// The URL that a client which reached us at `local` is told.
-    fn url_for(&self, local: SocketAddr) -> String {
-        let advertise = self.config.advertise.clone();
-        format!("pulsar://{}", advertise.unwrap_or_else(|| local.to_string()))
+    /// The URL that a client which reached us at this `host:port` is told.
+    fn url_for(&self, reached: &str) -> String {
+        let scheme = if self.tls.is_some() { "pulsar+ssl" } else { "pulsar" };
+        format!("{scheme}://{}", self.config.advertise.as_deref().unwrap_or(reached))
     }
 
     fn link_settled(&self) {
@@ -206,11 +189,16 @@ impl Broker {
     }
 }
 
-const TOKEN_DIGEST: &str = "gradwire broker token digest";
+impl fmt::Debug for Broker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Broker").field("config", &self.config).finish_non_exhaustive()
+    }
+}
 
 fn serve(
     broker: &Arc<Broker>,
     listener: std::net::TcpListener,
+    keeper: Option<Keeper>,
     started: &SyncSender<Result<(), Fault>>,
     stopped: watch::Receiver<bool>,
 ) {
@@ -223,13 +211,24 @@ fn serve(
         match TcpListener::from_std(listener) {
             Ok(listener) => {
                 let _ = started.send(Ok(()));
+                tokio::spawn(tick(broker.clone(), stopped.clone()));
+                let keeper = keeper.map(|keeper| tokio::spawn(keeper.run(stopped.clone())));
                 accept(broker, &listener, stopped).await;
+                if let Some(keeper) = keeper {
+                    let _ = keeper.await;
+                }
             }
             Err(error) => drop(started.send(failed(error))),
         }
     });
     // The links saw the same signal; this bounds what they may still take.
     runtime.shutdown_timeout(STOP_MAX);
+}
+
+async fn tick(broker: Arc<Broker>, mut stopped: watch::Receiver<bool>) {
+    while tokio::time::timeout(TICK, stopped.wait_for(|stop| *stop)).await.is_err() {
+        broker.store().tick(now_ms());
+    }
 }
 
 async fn accept(broker: &Arc<Broker>, listener: &TcpListener, stopped: watch::Receiver<bool>) {
@@ -297,6 +296,12 @@ fn reachable(address: SocketAddr) -> SocketAddr {
         ip => ip,
     };
     SocketAddr::new(ip, address.port())
+}
+
+/// Milliseconds since 1970, by this machine's clock.
+fn now_ms() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_millis()).unwrap_or_default().max(1)
 }
 
 fn system(detail: String) -> Fault {
