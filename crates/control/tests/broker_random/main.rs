@@ -9,6 +9,10 @@ mod sys;
 
 use std::fs;
 
+use pulsar::message::Codec;
+use pulsar::message::proto::BaseCommand;
+use tokio_util::codec::Decoder as _;
+
 use entry::{FRAME_BYTES_MAX, Session, put_frame};
 use sys::Counting;
 
@@ -85,6 +89,24 @@ fn a_million_random_frames_neither_panic_nor_take_more_than_their_size_allows() 
         let after = sys::counts();
         assert!(after.held - before.held < 4096, "a broker that is gone left memory: {before:?}, {after:?}");
     }
+}
+
+#[test]
+fn the_frames_that_are_damaged_here_are_good_ones() {
+    let mut session = Session::new();
+    let (mut receipts, mut messages, mut others) = (0, 0, 0);
+    for seed in seeds::seeds() {
+        let (mut heard, closed) = session.say(&[&[0], &seed[..]].concat());
+        assert!(closed.is_none(), "{closed:?}: {seed:?}");
+        while let Some(message) = Codec.decode(&mut heard).unwrap() {
+            match message.command {
+                BaseCommand { send_receipt: Some(_), .. } => receipts += 1,
+                BaseCommand { message: Some(_), .. } => messages += 1,
+                _ => others += 1,
+            }
+        }
+    }
+    assert!(receipts >= 8 && messages >= 8 && others >= 20, "{receipts}, {messages}, {others}");
 }
 
 #[test]

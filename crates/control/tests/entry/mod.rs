@@ -1,6 +1,7 @@
 //! What arbitrary bytes are fed into, by the random tests beside this and by the fuzz targets in fuzz/. Each function
 //! panics when something does not hold.
 
+use bytes::BytesMut;
 use gradwire_control::BrokerConfig;
 use gradwire_control::broker::bare::{self, BareBroker, BareLink};
 
@@ -47,9 +48,10 @@ impl Session {
         Self { broker, links }
     }
 
-    /// The first byte chooses a link and whether the rest is a frame's content or raw bytes.
-    pub(crate) fn say(&mut self, part: &[u8]) {
-        let Some((how, rest)) = part.split_first() else { return };
+    /// The first byte chooses a link and whether the rest is a frame's content or raw bytes. Gives what both links got,
+    /// and the reason if the first one was closed.
+    pub(crate) fn say(&mut self, part: &[u8]) -> (BytesMut, Option<String>) {
+        let Some((how, rest)) = part.split_first() else { return Default::default() };
         let mut frame = Vec::new();
         if how & 2 == 0 {
             put_frame(&mut frame, rest);
@@ -57,13 +59,14 @@ impl Session {
             frame.extend_from_slice(rest);
         }
         let index = usize::from(how & 1);
-        let (_, closed) = self.links[index].feed(&frame);
+        let (mut heard, closed) = self.links[index].feed(&frame);
         // The other link may have got a message.
-        let _ = self.links[1 - index].feed(&[]);
+        heard.unsplit(self.links[1 - index].feed(&[]).0);
         if closed.is_some() {
             self.links[index] = connected(&mut self.broker);
         }
         assert!(self.broker.bytes() <= TOTAL_BYTES_MAX + (1 << 20), "{} bytes", self.broker.bytes());
+        (heard, closed)
     }
 }
 
