@@ -494,8 +494,7 @@ impl Subscription {
         while self.unacked < self.limits.subscription
             && let Some(key) = self.next_in_turn()
         {
-            let Mode::Shared { replay, last } = &mut self.mode else { return };
-            *last = key;
+            let Mode::Shared { replay, .. } = &mut self.mode else { return };
             if let Some(number) = replay.pop_first() {
                 match log.get(number) {
                     Some(entry) => self.deliver(key, entry, log),
@@ -578,8 +577,10 @@ impl Subscription {
             consumer.unacked += messages;
             self.unacked += messages;
         }
-        if let Mode::Keyed(keyed) = &mut self.mode {
-            keyed.hold(entry.hash, key);
+        match &mut self.mode {
+            Mode::Single { .. } => {}
+            Mode::Shared { last, .. } => *last = key,
+            Mode::Keyed(keyed) => keyed.hold(entry.hash, key),
         }
         consumer.applicant.outbox.push_message(Delivery {
             consumer: key,
