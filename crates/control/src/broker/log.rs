@@ -143,6 +143,11 @@ impl Log {
         self.entries.range(self.index_from(number)..)
     }
 
+    /// How many entries have numbers in this range.
+    pub(super) fn count(&self, numbers: Range<u64>) -> u64 {
+        self.index_from(numbers.end).saturating_sub(self.index_from(numbers.start)) as u64
+    }
+
     pub(super) fn last(&self) -> Option<&Entry> {
         self.entries.back()
     }

@@ -146,7 +146,7 @@ impl Subscription {
     ///
     /// # Errors
     /// When its kind does not go with the consumers that are there, or its hash ranges overlap with theirs.
-    pub(super) fn attach(&mut self, applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
+    pub(super) fn attach(&mut self, mut applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
         self.check_kind(&applicant, compacted)?;
         let key = applicant.key;
         if self.consumers.is_empty() {
@@ -154,8 +154,9 @@ impl Subscription {
             self.start_view(compacted, log);
         }
         if let Mode::Keyed(keyed) = &mut self.mode {
-            let ranges = applicant.key_shared.as_ref().map_or(&[][..], |meta| &meta.hash_ranges);
-            keyed.selector.add(key, &applicant.name, ranges)?;
+            // The selector keeps the ranges.
+            let ranges = applicant.key_shared.take().map(|meta| meta.hash_ranges).unwrap_or_default();
+            keyed.selector.add(key, &applicant.name, &ranges)?;
             keyed.place_all();
         }
         self.consumers.insert(key, Consumer::new(applicant));
@@ -309,8 +310,7 @@ impl Subscription {
             kind: kind_name(self.mode.kind()),
             durable: self.durable,
             consumers: consumers.collect(),
-            backlog: log.iter_from(self.cursor.mark()).filter(|entry| !self.cursor.is_acked(entry.number)).count()
-                as u64,
+            backlog: self.backlog(log),
             unacked: if single { self.cursor.unacked_below(self.read) } else { self.unacked },
             waiting: match &self.mode {
                 Mode::Single { .. } => 0,
@@ -319,6 +319,12 @@ impl Subscription {
             },
             redelivered: self.redelivered,
         }
+    }
+
+    /// How many entries of the log are not acknowledged.
+    fn backlog(&self, log: &Log) -> u64 {
+        let acked: u64 = self.cursor.acked().map(|range| log.count(range)).sum();
+        log.count(self.cursor.mark()..log.end()).saturating_sub(acked)
     }
 
     /// The position of a consumer among those of its subscription's statistics.

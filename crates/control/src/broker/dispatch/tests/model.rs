@@ -183,6 +183,8 @@ impl Model {
         for number in 0..self.log_len() {
             assert_eq!(subscription.cursor.is_acked(number), self.done.contains(&number), "{number}");
         }
+        let backlog = (0..self.log_len()).filter(|number| !self.done.contains(number)).count();
+        assert_eq!(subscription.backlog(&self.scene.log), backlog as u64);
         for (consumer, held) in &self.holding {
             let pending = &subscription.consumers[consumer].pending;
             assert!(held.iter().all(|number| pending.contains_key(number)), "{consumer} holds what it does not");
