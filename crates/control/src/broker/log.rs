@@ -37,7 +37,7 @@ pub(super) struct Entry {
     /// Messages in the batch; 1 without batching.
     pub(super) messages: u32,
     /// Where a Key_Shared subscription sends it.
-    pub(super) hash: u16,
+    pub(super) hash: u32,
     pub(super) publish_time_ms: u64,
     /// By the broker's clock; never goes back within a log.
     pub(super) arrival_ms: u64,

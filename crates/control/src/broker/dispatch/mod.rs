@@ -436,7 +436,7 @@ impl Subscription {
             match &mut self.mode {
                 Mode::Single { .. } => {}
                 Mode::Shared { replay, .. } => drop(replay.insert(number)),
-                Mode::Keyed(keyed) => keyed.wait(pending.hash, number),
+                Mode::Keyed(keyed) => keyed.wait(pending.slot, number),
             }
         }
     }
@@ -448,8 +448,8 @@ impl Subscription {
             Mode::Single { .. } => {}
             Mode::Shared { replay, .. } => drop(replay.insert(number)),
             Mode::Keyed(keyed) => {
-                keyed.release(pending.hash);
-                keyed.wait(pending.hash, number);
+                keyed.release(pending.slot);
+                keyed.wait(pending.slot, number);
             }
         }
     }
@@ -460,7 +460,7 @@ impl Subscription {
         consumer.unacked -= u64::from(pending.messages);
         self.unacked -= u64::from(pending.messages);
         if let Mode::Keyed(keyed) = &mut self.mode {
-            keyed.release(pending.hash);
+            keyed.release(pending.slot);
         }
         Some(pending)
     }
@@ -543,13 +543,14 @@ impl Subscription {
             let Some(entry) = self.next_unread(log) else { return };
             self.read += 1;
             let Mode::Keyed(keyed) = &mut self.mode else { return };
-            match keyed.target(entry.hash) {
+            let slot = keyed.slot(entry.hash);
+            match keyed.target(slot) {
                 Some(key)
                     if self.consumers.get(&key).is_some_and(|consumer| consumer.is_available(self.limits.consumer)) =>
                 {
                     self.deliver(key, entry, log);
                 }
-                _ => keyed.wait(entry.hash, entry.number),
+                _ => keyed.wait(slot, entry.number),
             }
         }
     }
@@ -577,16 +578,17 @@ impl Subscription {
         let messages = u64::from(entry.messages);
         consumer.permits = consumer.permits.saturating_sub_unsigned(messages);
         consumer.delivered += messages;
+        let slot = if let Mode::Keyed(keyed) = &self.mode { keyed.slot(entry.hash) } else { 0 };
         let single = matches!(self.mode, Mode::Single { .. });
         if !single {
-            consumer.pending.insert(entry.number, Pending { messages: entry.messages, hash: entry.hash });
+            consumer.pending.insert(entry.number, Pending { messages: entry.messages, slot });
             consumer.unacked += messages;
             self.unacked += messages;
         }
         match &mut self.mode {
             Mode::Single { .. } => {}
             Mode::Shared { last, .. } => *last = key,
-            Mode::Keyed(keyed) => keyed.hold(entry.hash, key),
+            Mode::Keyed(keyed) => keyed.hold(slot, key),
         }
         consumer.applicant.outbox.push_message(Delivery {
             consumer: key,
