@@ -110,8 +110,8 @@ impl Scene {
 
     /// The last thing that a consumer was told about being the active one.
     fn told(&self, key: ConsumerKey) -> Option<bool> {
-        let told = self.outboxes[&key].take_commands().into_iter().filter_map(|told| told.active_consumer_change);
-        told.last().and_then(|change| change.is_active)
+        let told = self.outboxes[&key].take_commands();
+        told.iter().rev().find_map(|told| told.active_consumer_change.as_ref()?.is_active)
     }
 
     fn refused(&mut self, applicant: Applicant) -> ServerError {
