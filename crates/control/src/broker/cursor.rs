@@ -149,7 +149,6 @@ impl Cursor {
     }
 
     /// What is acknowledged above the mark.
-    #[cfg(test)]
     pub(super) fn acked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.acked.iter()
     }

@@ -157,8 +157,8 @@ fn a_size_field_takes_no_memory() {
 #[test]
 fn the_seeds_of_the_fuzz_targets_hold() {
     let fuzz = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds");
-    let targets: [(&str, fn(&[u8])); 2] =
-        [("broker_frame", entry::broker_frame), ("broker_session", entry::broker_session)];
+    type Entry = fn(&[u8]);
+    let targets = [("broker_frame", entry::broker_frame as Entry), ("broker_session", entry::broker_session)];
     for (target, run) in targets {
         let mut inputs = 0;
         for input in fs::read_dir(format!("{fuzz}/{target}")).unwrap() {

@@ -134,7 +134,7 @@ fn consuming() -> Vec<Vec<u8>> {
         }));
     }
     seeds.push(plain(Type::Unsubscribe, |command| {
-        command.unsubscribe = Some(CommandUnsubscribe { consumer_id: 1, request_id, ..Default::default() });
+        command.unsubscribe = Some(CommandUnsubscribe { consumer_id: 1, request_id });
     }));
     seeds.push(plain(Type::CloseConsumer, |command| {
         command.close_consumer = Some(CommandCloseConsumer { consumer_id: 2, request_id });
