@@ -9,6 +9,7 @@ mod demo;
 mod doctor;
 mod launch;
 mod secret;
+mod sizes;
 
 use std::process::ExitCode;
 

@@ -151,7 +151,7 @@ impl Subscription {
     ///
     /// # Errors
     /// When its kind does not go with the consumers that are there, or its hash ranges overlap with theirs.
-    pub(super) fn attach(&mut self, applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
+    pub(super) fn attach(&mut self, mut applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
         self.check_kind(&applicant, compacted)?;
         let key = applicant.key;
         if self.consumers.is_empty() {
@@ -159,8 +159,9 @@ impl Subscription {
             self.start_view(compacted, log);
         }
         if let Mode::Keyed(keyed) = &mut self.mode {
-            let ranges = applicant.key_shared.as_ref().map_or(&[][..], |meta| &meta.hash_ranges);
-            keyed.selector.add(key, &applicant.name, ranges)?;
+            // The selector keeps the ranges.
+            let ranges = applicant.key_shared.take().map(|meta| meta.hash_ranges).unwrap_or_default();
+            keyed.selector.add(key, &applicant.name, &ranges)?;
             keyed.place_all();
         }
         self.consumers.insert(key, Consumer::new(applicant));
@@ -314,8 +315,7 @@ impl Subscription {
             kind: kind_name(self.mode.kind()),
             durable: self.durable,
             consumers: consumers.collect(),
-            backlog: log.iter_from(self.cursor.mark()).filter(|entry| !self.cursor.is_acked(entry.number)).count()
-                as u64,
+            backlog: self.backlog(log),
             unacked: if single { self.cursor.unacked_below(self.read) } else { self.unacked },
             waiting: match &self.mode {
                 Mode::Single { .. } => 0,
@@ -324,6 +324,12 @@ impl Subscription {
             },
             redelivered: self.redelivered,
         }
+    }
+
+    /// How many entries of the log are not acknowledged.
+    fn backlog(&self, log: &Log) -> u64 {
+        let acked: u64 = self.cursor.acked().map(|range| log.count(range)).sum();
+        log.count(self.cursor.mark()..log.end()).saturating_sub(acked)
     }
 
     /// The position of a consumer among those of its subscription's statistics.
@@ -435,7 +441,7 @@ impl Subscription {
             match &mut self.mode {
                 Mode::Single { .. } => {}
                 Mode::Shared { replay, .. } => drop(replay.insert(number)),
-                Mode::Keyed(keyed) => keyed.wait(pending.hash, number),
+                Mode::Keyed(keyed) => keyed.wait(pending.slot, number),
             }
         }
     }
@@ -447,8 +453,8 @@ impl Subscription {
             Mode::Single { .. } => {}
             Mode::Shared { replay, .. } => drop(replay.insert(number)),
             Mode::Keyed(keyed) => {
-                keyed.release(pending.hash);
-                keyed.wait(pending.hash, number);
+                keyed.release(pending.slot);
+                keyed.wait(pending.slot, number);
             }
         }
     }
@@ -459,7 +465,7 @@ impl Subscription {
         consumer.unacked -= u64::from(pending.messages);
         self.unacked -= u64::from(pending.messages);
         if let Mode::Keyed(keyed) = &mut self.mode {
-            keyed.release(pending.hash);
+            keyed.release(pending.slot);
         }
         Some(pending)
     }
@@ -499,8 +505,7 @@ impl Subscription {
         while self.unacked < self.limits.subscription
             && let Some(key) = self.next_in_turn()
         {
-            let Mode::Shared { replay, last } = &mut self.mode else { return };
-            *last = key;
+            let Mode::Shared { replay, .. } = &mut self.mode else { return };
             if let Some(number) = replay.pop_first() {
                 match log.get(number) {
                     Some(entry) => self.deliver(key, entry, log),
@@ -543,13 +548,14 @@ impl Subscription {
             let Some(entry) = self.next_unread(log) else { return };
             self.read += 1;
             let Mode::Keyed(keyed) = &mut self.mode else { return };
-            match keyed.target(entry.hash) {
+            let slot = keyed.slot(entry.hash);
+            match keyed.target(slot) {
                 Some(key)
                     if self.consumers.get(&key).is_some_and(|consumer| consumer.is_available(self.limits.consumer)) =>
                 {
                     self.deliver(key, entry, log);
                 }
-                _ => keyed.wait(entry.hash, entry.number),
+                _ => keyed.wait(slot, entry.number),
             }
         }
     }
@@ -577,14 +583,17 @@ impl Subscription {
         let messages = u64::from(entry.messages);
         consumer.permits = consumer.permits.saturating_sub_unsigned(messages);
         consumer.delivered += messages;
+        let slot = if let Mode::Keyed(keyed) = &self.mode { keyed.slot(entry.hash) } else { 0 };
         let single = matches!(self.mode, Mode::Single { .. });
         if !single {
-            consumer.pending.insert(entry.number, Pending { messages: entry.messages, hash: entry.hash });
+            consumer.pending.insert(entry.number, Pending { messages: entry.messages, slot });
             consumer.unacked += messages;
             self.unacked += messages;
         }
-        if let Mode::Keyed(keyed) = &mut self.mode {
-            keyed.hold(entry.hash, key);
+        match &mut self.mode {
+            Mode::Single { .. } => {}
+            Mode::Shared { last, .. } => *last = key,
+            Mode::Keyed(keyed) => keyed.hold(slot, key),
         }
         consumer.applicant.outbox.push_message(Delivery {
             consumer: key,
