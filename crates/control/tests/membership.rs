@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use common::*;
 use gradwire_control::{
-    ControlEvent, ControlPlane, EmbeddedBroker, JobConfig, VersionRecord, broker_token, read_versions,
+    ControlEvent, ControlPlane, EmbeddedBroker, JobConfig, Token, Topic, VersionQuery, VersionRecord, broker_token,
+    read_versions,
 };
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret, Step, UnitIndex};
 
@@ -32,6 +33,11 @@ fn version(owner: u32, step: u64, crcs: u32) -> VersionRecord {
     }
 }
 
+/// All version records of a job.
+fn all(config: &JobConfig) -> Vec<VersionRecord> {
+    read_versions(config, &VersionQuery::default(), PATIENCE).unwrap().records
+}
+
 #[test]
 fn one_to_eight_ranks_agree_on_the_members() {
     let broker = test_broker();
@@ -41,7 +47,7 @@ fn one_to_eight_ranks_agree_on_the_members() {
         for joined in join_all(requests) {
             let (plane, membership) = joined.expect("a member");
             assert_eq!(membership.epoch, Epoch(1));
-            let names: Vec<_> = membership.members.iter().map(|member| member.hostname.clone()).collect();
+            let names: Vec<_> = membership.members.iter().map(|member| member.endpoint.hostname.clone()).collect();
             assert_eq!(names, (0..world_size).map(|rank| format!("host-{rank}")).collect::<Vec<_>>());
             plane.leave(PATIENCE);
         }
@@ -123,7 +129,7 @@ fn a_second_job_of_the_same_name_gives_way() {
         assert!(fault.detail.contains(&name), "{fault}");
     }
     // The first is unharmed: its versions still arrive.
-    assert!(members[0].publish_version(version(0, 1, 1)));
+    members[0].publish_version(version(0, 1, 1)).unwrap();
     members[0].flush(PATIENCE).unwrap();
     assert!(members.iter().all(|member| member.event().is_none()));
 }
@@ -135,11 +141,11 @@ fn a_dead_job_of_the_same_name_does_not_stand_in_the_way() {
     let dead = job(broker.url(), &name, 1);
     // A process that was killed: its Join is there, but no Left, and nobody answers.
     let planes_of_dead = planes(join_all((0..2).map(|rank| request(&dead, rank, 2)).collect()));
-    let log = common_log(&broker, &dead.control_topic());
+    let log = common_log(&broker, &dead.topic(Topic::Control));
     drop(planes_of_dead);
     drop(broker);
     let broker = embedded_broker();
-    replay(&broker, &dead.control_topic(), log);
+    replay(&broker, &dead.topic(Topic::Control), log);
     let next = job(broker.url(), &name, 2);
     let members = planes(join_all((0..2).map(|rank| request(&next, rank, 2)).collect()));
     assert_eq!(members.len(), 2);
@@ -171,20 +177,21 @@ fn version_records_are_published_in_order_and_read_back() {
     // The second is larger than one message may be.
     let records = [version(0, 1, 10), version(0, 2, 250_000), version(0, 3, 0)];
     for record in &records {
-        assert!(members[0].publish_version(record.clone()));
+        members[0].publish_version(record.clone()).unwrap();
     }
     members[0].flush(PATIENCE).unwrap();
-    assert_eq!(read_versions(&config, PATIENCE).unwrap(), records);
+    assert_eq!(all(&config), records);
     // Who does not know the secret reads nothing.
     let stranger = JobConfig { secret: Secret::from_bytes([9; 32]), ..config };
-    assert_eq!(read_versions(&stranger, PATIENCE).unwrap(), []);
+    let read = read_versions(&stranger, &VersionQuery::default(), PATIENCE).unwrap();
+    assert_eq!((read.records, read.rejected), (vec![], 5));
 }
 
 #[test]
 fn a_job_without_versions_reads_none() {
     let broker = test_broker();
     let config = job(broker.url(), &unique("none"), 1);
-    assert_eq!(read_versions(&config, PATIENCE).unwrap(), []);
+    assert_eq!(all(&config), []);
 }
 
 #[test]
@@ -195,7 +202,7 @@ fn a_broker_that_restarts_while_ranks_join_delays_them_only() {
     let first = request(&config, 0, 2);
     let waiting = std::thread::spawn(move || ControlPlane::join(first));
     // The first rank is at the broker when it goes away, with the log.
-    eventually("the first Join", || (!common_log(&broker, &config.control_topic()).is_empty()).then_some(()));
+    eventually("the first Join", || (!common_log(&broker, &config.topic(Topic::Control)).is_empty()).then_some(()));
     drop(broker);
     let _broker = restart(address);
     let second = ControlPlane::join(request(&config, 1, 2)).expect("a member");
@@ -212,12 +219,12 @@ fn a_broker_that_restarts_after_joining_gets_the_versions_later() {
     drop(broker);
     eventually("the lost link", || (members[0].links_lost() > 0).then_some(()));
     for step in 0..5 {
-        assert!(members[0].publish_version(version(0, step, 3)), "nothing waits for the broker");
+        members[0].publish_version(version(0, step, 3)).unwrap();
     }
     assert_eq!(members[0].flush(Duration::ZERO).unwrap_err().kind, FaultKind::DeadlineExceeded);
     let _broker = restart(address);
     members[0].flush(PATIENCE).unwrap();
-    let steps: Vec<_> = read_versions(&config, PATIENCE).unwrap().iter().map(|record| record.step.0).collect();
+    let steps: Vec<_> = all(&config).iter().map(|record| record.step.0).collect();
     assert_eq!(steps, [0, 1, 2, 3, 4]);
     // The control log works again too.
     members[1].report(&Fault::new(FaultKind::Cancelled, "enough"));
@@ -263,12 +270,14 @@ fn a_wrong_or_missing_token_is_refused_and_the_right_one_admitted() {
             .unwrap();
     let config = job(broker.url(), "token", 1);
     for token in [None, Some(String::new()), Some(broker_token(&Secret::from_bytes([2; 32])))] {
-        let config = JobConfig { broker_token: token, ..config.clone() };
+        let mut config = config.clone();
+        config.broker.token = token.map(Token::Text);
         let fault = ControlPlane::join(request(&config, 0, 1)).expect_err("not admitted");
         assert_eq!(fault.kind, FaultKind::BrokerUnreachable, "{fault}");
         assert!(fault.detail.contains("token") && fault.detail.contains(broker.url()), "{fault}");
     }
-    let config = JobConfig { broker_token: Some(broker_token(&secret)), ..config };
+    let mut config = config;
+    config.broker.token = Some(Token::Text(broker_token(&secret)));
     ControlPlane::join(request(&config, 0, 1)).expect("admitted");
 }
 

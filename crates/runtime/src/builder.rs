@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{ControlEvent, ControlPlane, JobConfig, JobName, JoinRequest};
+use gradwire_control::{COMMIT_INTERVAL_DEFAULT, ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy};
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
 use gradwire_proto::limits::STEPS_MAX;
@@ -34,24 +34,20 @@ pub struct Builder {
     wire: WireFormat,
     integrity: Integrity,
     deadline: Duration,
+    commit_interval: Duration,
     first_step: Step,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
-    /// all) and `GRADWIRE_DEADLINE_MS` as defaults.
+    /// all), `GRADWIRE_DEADLINE_MS` and `GRADWIRE_COMMIT_INTERVAL_MS` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
     pub fn from_env() -> Result<Self, Fault> {
-        let deadline = match variable("GRADWIRE_DEADLINE_MS") {
-            None => DEADLINE_DEFAULT,
-            Some(text) => text
-                .parse::<std::num::NonZeroU64>()
-                .map(|number| Duration::from_millis(number.get()))
-                .map_err(|_| wrong("GRADWIRE_DEADLINE_MS", &text, "a number of milliseconds, at least 1"))?,
-        };
+        let deadline = milliseconds("GRADWIRE_DEADLINE_MS", 1)?.unwrap_or(DEADLINE_DEFAULT);
+        let commit_interval = milliseconds("GRADWIRE_COMMIT_INTERVAL_MS", 0)?.unwrap_or(COMMIT_INTERVAL_DEFAULT);
         let transport = match variable("GRADWIRE_TRANSPORT") {
             None => TransportChoice::default(),
             Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_TRANSPORT", &text, "auto, shm or tcp"))?,
@@ -66,7 +62,8 @@ impl Builder {
             Some(text) => return Err(wrong("GRADWIRE_INTEGRITY", text, "links or all")),
         };
         let place = crate::env::from_process(deadline)?;
-        Ok(Self { place: Some(place), transport, wire, integrity, deadline, first_step: Step(0) })
+        let place = Some(place);
+        Ok(Self { place, transport, wire, integrity, deadline, commit_interval, first_step: Step(0) })
     }
 
     /// Which links to use between ranks.
@@ -98,6 +95,14 @@ impl Builder {
         self
     }
 
+    /// Commits that follow each other within this time share a version record: 100 ms by default; zero writes one for
+    /// each commit.
+    #[must_use]
+    pub const fn commit_interval(mut self, interval: Duration) -> Self {
+        self.commit_interval = interval;
+        self
+    }
+
     /// The step that operations and commits count from: that of the checkpoint in a resumed job. Must be the same on
     /// every rank.
     #[must_use]
@@ -126,9 +131,10 @@ impl Builder {
         let (control, epoch, members) = if place.world_size == 1 {
             (None, Epoch(1), vec![listeners.endpoint().clone()])
         } else {
-            let request = join_request(&place, &listeners, self.deadline)?;
-            let (control, membership) = ControlPlane::join(request)?;
-            (Some(Arc::new(control)), membership.epoch, membership.members)
+            let request = join_request(&place, &listeners, self.deadline, self.commit_interval)?;
+            let (control, view) = ControlPlane::join(request)?;
+            let members = view.members.into_iter().map(|member| member.endpoint).collect();
+            (Some(Arc::new(control)), view.epoch, members)
         };
         let hello = HelloParams {
             secret: place.secret.clone(),
@@ -213,6 +219,7 @@ impl Builder {
             wire: WireFormat::Fp32,
             integrity: Integrity::Links,
             deadline: Duration::from_secs(10),
+            commit_interval: COMMIT_INTERVAL_DEFAULT,
             first_step: Step(0),
         }
     }
@@ -229,19 +236,26 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn join_request(place: &Place, listeners: &Listeners, deadline: Duration) -> Result<JoinRequest, Fault> {
+fn join_request(
+    place: &Place,
+    listeners: &Listeners,
+    deadline: Duration,
+    commit_interval: Duration,
+) -> Result<JoinRequest, Fault> {
     let broker = place.broker.clone().ok_or_else(|| {
         Fault::new(FaultKind::BrokerUnreachable, "no broker was given: set GRADWIRE_BROKER to its URL on every rank")
     })?;
-    let job = JobName::new(place.job.as_str())?;
-    let mut config = JobConfig::new(job, place.instance, place.secret.clone(), broker.url);
-    config.broker_token = broker.token;
+    let mut config = JobConfig::new(place.job.clone(), place.instance, place.secret.clone(), broker);
+    config.model_version.clone_from(&place.model_version);
+    config.tenant.clone_from(&place.tenant);
     Ok(JoinRequest {
         config,
         rank: place.rank,
         world_size: place.world_size,
+        policy: Policy::Fixed,
         endpoint: listeners.endpoint().clone(),
         deadline,
+        commit_interval,
     })
 }
 
@@ -263,6 +277,14 @@ fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// A number of milliseconds from the environment.
+fn milliseconds(name: &str, least: u64) -> Result<Option<Duration>, Fault> {
+    let Some(text) = variable(name) else { return Ok(None) };
+    let number = text.parse::<u64>().ok().filter(|number| *number >= least);
+    let expected = format!("a number of milliseconds, at least {least}");
+    number.map(|number| Some(Duration::from_millis(number))).ok_or_else(|| wrong(name, &text, &expected))
 }
 
 fn wrong(name: &str, value: &str, expected: &str) -> Fault {

@@ -273,23 +273,28 @@ impl Group {
         Ok(())
     }
 
-    /// Ends a step: publishes the CRC-32 of every unit that this rank reduced since the last commit to the job's
-    /// version log. Wait for the step's operations first. Never waits for the broker; see [`Stats::versions_dropped`].
+    /// Ends a step: the CRC-32 of every unit that this rank reduced since the last commit goes to the job's version
+    /// log, behind the steps; commits that follow each other within the commit interval share a record. Wait for the
+    /// step's operations first. Never waits for the broker: while it is away, records wait for it.
     ///
     /// Every rank commits equally often, with the same operations in between: an operation that ranks did between
     /// different commits fails everywhere with `OperationMismatch`, instead of adding what does not belong together.
-    pub fn commit(&self) -> Version {
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or away for too long. The
+    /// step has ended all the same, with its results; only its version is not on record.
+    pub fn commit(&self) -> Result<Version, Fault> {
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let epoch = self.identity.epoch;
         let crcs = self.driver.with_engine(crate::engine::Engine::commit);
         if let Some(control) = &self.control {
             let contributors = (0..self.world_size()).map(Rank).collect();
             let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
-            if !control.publish_version(record) {
+            control.publish_version(record).inspect_err(|_| {
                 self.versions_dropped.fetch_add(1, Ordering::Relaxed);
-            }
+            })?;
         }
-        Version { epoch, step }
+        Ok(Version { epoch, step })
     }
 
     /// What was counted since the group was made.

@@ -124,7 +124,7 @@ fn exchange(group: &Group, steps: &str) -> Said {
                 hash.update([u8::from(done.outcome.found_nonfinite)]);
             }
         }
-        group.commit();
+        group.commit()?;
         group.barrier()?;
     }
     Ok(gradwire_proto::secret::hex(&hash.finalize()[..]))
@@ -312,7 +312,7 @@ fn many_steps(group: &Group, steps: &str) -> Said {
             handle.wait()?;
         }
         if step % 10 == 0 {
-            group.commit();
+            group.commit()?;
         }
     }
     let (before, after) = (before.expect("at least 10 steps"), Usage::now());

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _, UdpSocket};
 use std::os::unix::ffi::OsStrExt as _;
 
+use gradwire_control::{BrokerAccess, Token};
 use gradwire_proto::Secret;
 use gradwire_proto::secret::hex;
 
@@ -33,12 +34,6 @@ impl Identity {
     pub(super) fn instance_hex(&self) -> String {
         hex(&self.instance)
     }
-}
-
-/// How the ranks reach the broker.
-pub(super) struct BrokerAccess {
-    pub(super) url: String,
-    pub(super) token: Option<String>,
 }
 
 /// The address under which all hosts of the job reach this one; none when there are no others.
@@ -130,7 +125,7 @@ fn common_variables(
     set("GRADWIRE_INSTANCE", &identity.instance_hex());
     set("GRADWIRE_SECRET", &identity.secret.to_hex());
     set("GRADWIRE_BROKER", &broker.url);
-    if let Some(token) = &broker.token {
+    if let Some(Token::Text(token)) = &broker.token {
         set("GRADWIRE_BROKER_TOKEN", token);
     }
     if let Some(transport) = plan.transport {

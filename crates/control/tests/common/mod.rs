@@ -5,7 +5,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use gradwire_control::{BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Membership};
+use gradwire_control::{
+    BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy, View,
+};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Fault, Rank, Secret};
 
@@ -55,7 +57,12 @@ pub fn unique(name: &str) -> String {
 
 /// A launch of a job.
 pub fn job(url: &str, name: &str, launch: u8) -> JobConfig {
-    JobConfig::new(name.parse().expect("a job name"), [launch; 16], Secret::from_bytes([launch; 32]), url)
+    JobConfig::new(
+        name.parse().expect("a job name"),
+        [launch; 16],
+        Secret::from_bytes([launch; 32]),
+        BrokerAccess::new(url),
+    )
 }
 
 /// A rank of it.
@@ -64,13 +71,15 @@ pub fn request(config: &JobConfig, rank: u32, world_size: u32) -> JoinRequest {
         config: config.clone(),
         rank: Rank(rank),
         world_size,
+        policy: Policy::Fixed,
         endpoint: Endpoint { hostname: format!("host-{rank}"), ..Default::default() },
         deadline: Duration::from_secs(20),
+        commit_interval: Duration::ZERO,
     }
 }
 
 /// What joining gives.
-pub type Joined = Result<(ControlPlane, Membership), Fault>;
+pub type Joined = Result<(ControlPlane, View), Fault>;
 
 /// Joins with all requests at the same time.
 pub fn join_all(requests: Vec<JoinRequest>) -> Vec<Joined> {
