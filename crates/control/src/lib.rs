@@ -13,12 +13,14 @@ pub mod broker;
 mod job;
 mod link;
 mod outbox;
+mod pieces;
 mod plane;
 mod probe;
 mod read;
 mod record;
 mod rendezvous;
 mod snapshots;
+mod supervise;
 mod worker;
 
 pub use access::{BrokerAccess, Token};

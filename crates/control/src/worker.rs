@@ -21,14 +21,10 @@ use crate::outbox::{Item, Outbox, Publisher};
 use crate::record::{AuditKind, AuditRecord, Header, RECORD_VERSION, RecordKey};
 use crate::rendezvous::{Append, ControlEvent, Me, Policy, Rendezvous};
 use crate::snapshots;
+use crate::supervise::Backoff;
 
 /// How long opening a link may take.
 const OPEN_MAX: Duration = Duration::from_secs(10);
-/// Pause before a lost link is opened again: doubles from the first to the second.
-const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
-/// A link that held this long starts over with the shortest pause.
-const STEADY: Duration = Duration::from_secs(10);
 /// Pause after the broker refused a version or audit record.
 const PUBLISH_PAUSE: Duration = Duration::from_secs(1);
 /// How long the last words of a rank that could not join may take.
@@ -152,7 +148,7 @@ struct Done;
 
 impl Running {
     async fn supervise(mut self) {
-        let mut backoff = BACKOFF_MIN;
+        let mut backoff = Backoff::default();
         loop {
             let opened = Instant::now();
             let error = match self.open_and_drive().await {
@@ -162,16 +158,12 @@ impl Running {
             tracing::warn!(reason = error.reason, "the link to the broker is lost or could not be opened");
             self.worker.shared.links_lost.fetch_add(1, Ordering::Relaxed);
             self.link_lost();
-            if opened.elapsed() > STEADY {
-                backoff = BACKOFF_MIN;
-            }
-            let pause_end = Instant::now() + jittered(backoff);
+            let pause_end = Instant::now() + backoff.pause(opened.elapsed());
             if !self.outcome_told && (error.permanent || pause_end >= self.worker.deadline) {
                 self.tell(Err(error.into_fault(&self.worker.config.broker.url)));
                 return;
             }
             self.pause(pause_end).await;
-            backoff = (backoff * 2).min(BACKOFF_MAX);
         }
     }
 
@@ -454,12 +446,6 @@ async fn until(time: Option<Instant>) {
         Some(time) => sleep_until(time).await,
         None => std::future::pending().await,
     }
-}
-
-/// Between one and one and a half of the pause, so that ranks do not come back all at once.
-fn jittered(pause: Duration) -> Duration {
-    let [byte, ..] = random_id();
-    pause + pause / 2 * u32::from(byte) / 255
 }
 
 /// A new id. Where the system gives no randomness the ids repeat, and readers take records for known ones: so this
