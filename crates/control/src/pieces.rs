@@ -13,8 +13,6 @@ pub(crate) const DATA_BYTES_MAX: usize = 64 << 20;
 pub(crate) const PIECE_BYTES_MIN: usize = 4 << 10;
 /// Largest pieces: they fit a record.
 pub(crate) const PIECE_BYTES_MAX: usize = 1000 << 10;
-/// What a header takes.
-pub(crate) const HEADER_BYTES: usize = 16;
 
 const _: () = assert!(DATA_BYTES_MAX / PIECE_BYTES_MIN <= u16::MAX as usize);
 
@@ -181,7 +179,7 @@ mod tests {
         let header = PieceHeader { bytes: 9000, crc: 7, offset: 4096, index: 1, count: 3 };
         let mut bytes = Vec::new();
         header.encode(&mut bytes);
-        assert_eq!(bytes.len(), HEADER_BYTES);
+        assert_eq!(bytes.len(), 16);
         assert_eq!(PieceHeader::decode(&mut Reader::new(&bytes)), Ok(header));
         for bad in [
             PieceHeader { bytes: u32::MAX, ..header },
