@@ -7,8 +7,10 @@ mod bench;
 mod broker;
 mod demo;
 mod doctor;
+mod job;
 mod launch;
 mod secret;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -43,6 +45,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Broker(broker::BrokerArgs),
     Secret(secret::SecretArgs),
+    Trace(trace::TraceArgs),
     #[command(name = "__agent", hide = true)]
     Agent(agent::AgentArgs),
     #[command(name = "__exec", hide = true)]
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Broker(args) => broker::run(&args),
         Command::Secret(args) => secret::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Agent(args) => agent::run(&args),
         Command::Exec(args) => agent::exec::run(&args),
         Command::DemoRank(args) => demo::run_rank(args),
