@@ -372,12 +372,10 @@ impl Rendezvous {
     fn handle_change(&mut self, change: Change) {
         match change {
             Change::View => self.handle_view(),
-            Change::Gone(member, departure) if member.id != self.me.join_id => {
-                if departure == Departure::Left {
-                    let rank = member.rank;
-                    let detail = format!("{rank} left before the job had started; look at its output for the reason");
-                    self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
-                }
+            Change::Gone(member, Departure::Left) if member.id != self.me.join_id => {
+                let rank = member.rank;
+                let detail = format!("{rank} left before the job had started; look at its output for the reason");
+                self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
             }
             Change::Gone(_, Departure::Suspected(by)) if matches!(self.state, State::Joining) => {
                 self.fail(self.removed(Some(by)));
