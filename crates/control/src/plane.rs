@@ -243,6 +243,21 @@ impl ControlPlane {
         self.copies()?.fetch(requests, timeout)
     }
 
+    /// As [`ControlPlane::fetch_copies`], without waiting: `answer` is called with the outcome, on the thread that
+    /// exchanges copies. It must not block.
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when very many fetches wait already, or the system gives no thread; `answer` is not
+    /// called then.
+    pub fn request_copies(
+        &self,
+        requests: &[CopyRequest],
+        timeout: Duration,
+        answer: impl FnOnce(Result<Vec<Vec<u8>>, Fault>) + Send + 'static,
+    ) -> Result<(), Fault> {
+        self.copies()?.request(requests, timeout, answer)
+    }
+
     /// What was counted of copies.
     #[must_use]
     pub fn copy_stats(&self) -> CopyStats {

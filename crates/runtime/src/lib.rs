@@ -24,6 +24,7 @@ mod engine;
 pub mod env;
 mod group;
 mod handle;
+mod retained;
 #[cfg(test)]
 mod tests;
 mod types;

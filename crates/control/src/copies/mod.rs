@@ -176,12 +176,23 @@ impl Copies {
         true
     }
 
+    /// Asks for copies. `answer` gets them in the order of the requests, on the thread that exchanges them.
+    pub(crate) fn request(
+        &self,
+        requests: &[CopyRequest],
+        timeout: Duration,
+        answer: impl FnOnce(Result<Vec<Vec<u8>>, Fault>) + Send + 'static,
+    ) -> Result<(), Fault> {
+        let (requests, answer) = (requests.to_vec(), Box::new(answer));
+        let ask = Ask { requests, deadline: tokio::time::Instant::now() + timeout, timeout, answer };
+        let busy = |_| Fault::new(FaultKind::System, format!("more than {ASKS_MAX} fetches of copies wait already"));
+        self.asks.try_send(ask).map_err(busy)
+    }
+
     /// Gets copies, in the order of the requests.
     pub(crate) fn fetch(&self, requests: &[CopyRequest], timeout: Duration) -> Result<Vec<Vec<u8>>, Fault> {
         let (answer, answered) = sync_channel(1);
-        let ask = Ask { requests: requests.to_vec(), deadline: tokio::time::Instant::now() + timeout, timeout, answer };
-        let busy = |_| Fault::new(FaultKind::System, format!("more than {ASKS_MAX} fetches of copies wait already"));
-        self.asks.try_send(ask).map_err(busy)?;
+        self.request(requests, timeout, move |copies| drop(answer.send(copies)))?;
         match answered.recv_timeout(timeout + SLACK) {
             Ok(result) => result,
             Err(RecvTimeoutError::Timeout) => {

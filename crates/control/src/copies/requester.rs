@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -37,7 +36,7 @@ const OPEN_MAX: Duration = Duration::from_secs(10);
 const LINGER: Duration = Duration::from_secs(5);
 
 type Receipts = FuturesUnordered<BoxFuture<'static, Result<(), LinkError>>>;
-type Answer = SyncSender<Result<Vec<Vec<u8>>, Fault>>;
+type Answer = Box<dyn FnOnce(Result<Vec<Vec<u8>>, Fault>) + Send>;
 
 /// One fetch.
 pub(super) struct Ask {
@@ -109,7 +108,7 @@ impl<'a> Requester<'a> {
         self.waiting.clear();
         self.wanted.clear();
         for (_, fetch) in std::mem::take(&mut self.fetches) {
-            let _ = fetch.ask.answer.try_send(Err(fault.clone()));
+            (fetch.ask.answer)(Err(fault.clone()));
         }
     }
 
@@ -180,7 +179,7 @@ impl<'a> Requester<'a> {
 
     fn begin(&mut self, ask: Ask) {
         if ask.requests.is_empty() {
-            let _ = ask.answer.try_send(Ok(Vec::new()));
+            (ask.answer)(Ok(Vec::new()));
             return;
         }
         let (number, count) = (self.fetches_begun, ask.requests.len());
@@ -198,7 +197,8 @@ impl<'a> Requester<'a> {
             let Some(fetch) = self.fetches.remove(&number) else { continue };
             self.wanted.retain(|_, wanted| wanted.fetch != number);
             self.waiting.retain(|(waiting, _)| *waiting != number);
-            let _ = fetch.ask.answer.try_send(Err(overdue(&fetch)));
+            let fault = overdue(&fetch);
+            (fetch.ask.answer)(Err(fault));
         }
     }
 
@@ -292,7 +292,7 @@ impl<'a> Requester<'a> {
             let detail = format!("{} shards by {}", fetch.copies.len(), self.shared.rank);
             let record = AuditRecord::now(AuditKind::Read, detail).at(shard.epoch, shard.step).about(self.shared.rank);
             self.shared.publisher.publish(Item::Audit(record));
-            let _ = fetch.ask.answer.try_send(Ok(fetch.copies.into_iter().flatten().collect()));
+            (fetch.ask.answer)(Ok(fetch.copies.into_iter().flatten().collect()));
         }
     }
 }

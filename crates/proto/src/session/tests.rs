@@ -53,6 +53,7 @@ impl World {
         let sessions = (0..size)
             .map(|rank| {
                 let config = SessionConfig {
+                    copies: false,
                     rank: Rank(rank),
                     world_size: size,
                     epoch: Epoch(1),
