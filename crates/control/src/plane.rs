@@ -278,8 +278,19 @@ impl ControlPlane {
 
     /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done
     /// or the time is over.
-    pub fn leave(&self, timeout: Duration) {
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] that says how many records the broker has not taken. They are lost.
+    pub fn leave(&self, timeout: Duration) -> Result<(), Fault> {
         self.end(timeout);
+        self.publisher.wait(Duration::ZERO).map_err(|missing| {
+            let detail = format!(
+                "{missing} version and audit records are not on record: the broker did not take them within {} s of \
+                 leaving; was it away?",
+                timeout.as_secs_f64()
+            );
+            Fault::new(FaultKind::Unrecorded, detail)
+        })
     }
 
     fn end(&self, timeout: Duration) {

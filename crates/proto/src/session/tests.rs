@@ -146,6 +146,7 @@ impl World {
                 Event::Done { tensor, step, nonfinite } => self.done[rank].push((tensor, step, nonfinite)),
                 Event::Failed(fault) => self.failed[rank] = Some(fault),
                 Event::Farewell => self.farewells += 1,
+                Event::Spoilt { .. } => unreachable!("there are no copies here"),
                 Event::Manifests | Event::Prepared => {}
             }
         }
