@@ -102,7 +102,6 @@ impl Cursor {
     }
 
     /// What is acknowledged above the mark.
-    #[cfg(test)]
     pub(super) fn acked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.acked.iter()
     }
@@ -117,7 +116,7 @@ impl Cursor {
 fn all_messages(messages: usize) -> Vec<i64> {
     let mut words = vec![-1; messages.div_ceil(WORD_BITS)];
     if let Some(last) = words.last_mut()
-        && messages % WORD_BITS != 0
+        && !messages.is_multiple_of(WORD_BITS)
     {
         *last = (1 << (messages % WORD_BITS)) - 1;
     }

@@ -6,7 +6,7 @@
 //! producer made.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use pulsar::message::proto::{BaseCommand, CommandMessage, base_command};
+use pulsar::message::proto::{BaseCommand, CommandMessage, CommandSendReceipt, base_command};
 use pulsar::message::{Codec, Message, Metadata};
 use tokio_util::codec::{Decoder, Encoder};
 
@@ -79,15 +79,28 @@ pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
     }
 }
 
+/// Appends a SEND_RECEIPT.
+pub(super) fn put_receipt(out: &mut BytesMut, receipt: &CommandSendReceipt) {
+    put_with_tail(out, base_command::Type::SendReceipt, receipt, &[]);
+}
+
 /// Appends a MESSAGE with the stored tail.
-pub(super) fn put_message(out: &mut BytesMut, message: CommandMessage, tail: &[u8]) {
+pub(super) fn put_message(out: &mut BytesMut, message: &CommandMessage, tail: &[u8]) {
+    put_with_tail(out, base_command::Type::Message, message, tail);
+}
+
+/// Appends a command of the kind that is sent for every message. They are encoded without a [`BaseCommand`], whose
+/// many fields take kilobytes to make and to move. A command's field has the number of its type.
+fn put_with_tail(out: &mut BytesMut, kind: base_command::Type, command: &impl prost::Message, tail: &[u8]) {
     let start = out.len();
-    let command =
-        BaseCommand { r#type: base_command::Type::Message as i32, message: Some(message), ..Default::default() };
-    put_command(out, command);
-    let total = (out.len() - start - 4 + tail.len()) as u32;
-    out[start..start + 4].copy_from_slice(&total.to_be_bytes());
+    out.put_bytes(0, SIZES_BYTES);
+    prost::encoding::int32::encode(1, &(kind as i32), out);
+    prost::encoding::message::encode(kind as u32, command, out);
+    let command_bytes = out.len() - start - SIZES_BYTES;
     out.put_slice(tail);
+    let total = out.len() - start - 4;
+    out[start..start + 4].copy_from_slice(&(total as u32).to_be_bytes());
+    out[start + 4..start + SIZES_BYTES].copy_from_slice(&(command_bytes as u32).to_be_bytes());
 }
 
 #[cfg(test)]
@@ -117,12 +130,23 @@ mod tests {
         assert_eq!((tail.payload_bytes, tail.metadata.sequence_id), (8, 7));
         let mut out = BytesMut::new();
         let id = MessageIdData { ledger_id: 3, entry_id: 4, partition: Some(-1), ..Default::default() };
-        put_message(&mut out, CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
+        put_message(&mut out, &CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
         // The client's own decoder accepts it, checksum included.
         let passed_on = Codec.decode(&mut out).unwrap().unwrap();
         assert_eq!(passed_on.payload.unwrap().data, b"gradient");
         assert_eq!(passed_on.command.message.unwrap().message_id.entry_id, 4);
         assert!(out.is_empty());
+    }
+
+    #[test]
+    fn a_receipt_is_what_the_clients_decoder_expects() {
+        let receipt = CommandSendReceipt { producer_id: 3, sequence_id: 4, ..Default::default() };
+        let mut out = BytesMut::new();
+        put_receipt(&mut out, &receipt);
+        let decoded = Codec.decode(&mut out).unwrap().unwrap();
+        assert_eq!(decoded.command.r#type, base_command::Type::SendReceipt as i32);
+        assert_eq!(decoded.command.send_receipt, Some(receipt));
+        assert!(decoded.payload.is_none() && out.is_empty());
     }
 
     #[test]

@@ -6,6 +6,8 @@ mod apache;
 mod brokers;
 pub mod client;
 
+pub mod raw;
+
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
