@@ -51,7 +51,7 @@ fn before_connect_nothing_is_answered() {
 
 #[test]
 fn a_wrong_token_gets_an_error_and_the_link_closes() {
-    let broker = EmbeddedBroker::start(BrokerConfig { token: Some("right".to_owned()), ..local() }).unwrap();
+    let broker = EmbeddedBroker::start(BrokerConfig { token: Some("right".into()), ..local() }).unwrap();
     for token in [None, Some(""), Some("wrong"), Some("right ")] {
         let mut raw = Raw::open(&broker);
         let error = raw.ask(connect(token)).error.unwrap();

@@ -4,15 +4,12 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::client::*;
 use common::*;
 use futures::StreamExt;
 use gradwire_control::{BrokerConfig, EmbeddedBroker};
 use gradwire_proto::FaultKind;
 use pulsar::producer::Message;
-use pulsar::{Consumer, SubType};
 use tokio::time::timeout;
 
 #[tokio::test]

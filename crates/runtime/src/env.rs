@@ -326,7 +326,7 @@ impl Given {
             None => {
                 let token = hex(&secret.proof("broker token", &[&instance]));
                 let mut config = BrokerConfig::new((Ipv4Addr::LOCALHOST, 0).into());
-                config.token = Some(token.clone());
+                config.token = Some(token.clone().into());
                 let broker = EmbeddedBroker::start(config)?;
                 let url = broker.url().to_owned();
                 guard.broker = Some(broker);

@@ -6,9 +6,12 @@
 //! producer made.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use pulsar::message::proto::{BaseCommand, CommandMessage, CommandSendReceipt, base_command};
+use pulsar::message::proto::{BaseCommand, CommandMessage, CommandSendReceipt, ServerError, base_command};
 use pulsar::message::{Codec, Message, Metadata};
 use tokio_util::codec::{Decoder, Encoder};
+
+use super::replies;
+use super::store::Refused;
 
 /// Marks a tail that carries a checksum.
 const TAIL_MAGIC: [u8; 2] = [0x0e, 0x01];
@@ -69,6 +72,39 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
         metadata: payload.metadata,
     });
     Ok(Some(Frame { command: message.command, tail }))
+}
+
+/// Reads a tail that was stored before.
+///
+/// # Errors
+/// When it is malformed, or its CRC is wrong.
+pub(super) fn parse_tail(bytes: Bytes) -> Result<Tail, BadFrame> {
+    let mut frame = BytesMut::with_capacity(SIZES_BYTES + 64 + bytes.len());
+    put_command(&mut frame, BaseCommand { r#type: base_command::Type::Send as i32, ..Default::default() });
+    let total = (frame.len() - 4 + bytes.len()) as u32;
+    frame[..4].copy_from_slice(&total.to_be_bytes());
+    frame.put_slice(&bytes);
+    let message = Codec.decode(&mut frame).map_err(|error| BadFrame(error.to_string()))?;
+    let payload = message.and_then(|message| message.payload).ok_or_else(|| BadFrame("no payload".to_owned()))?;
+    Ok(Tail { bytes, payload_bytes: payload.data.len(), metadata: payload.metadata })
+}
+
+/// Turns the receipts among these answers into errors: what they were for is not kept.
+pub(super) fn refuse_receipts(answers: &mut BytesMut, reason: &str) {
+    let mut refused = BytesMut::with_capacity(answers.len());
+    while let Ok(Some(message)) = Codec.decode(answers) {
+        put_command(
+            &mut refused,
+            match message.command.send_receipt {
+                Some(receipt) => {
+                    let error = Refused(ServerError::PersistenceError, reason.to_owned());
+                    replies::send_error(receipt.producer_id, receipt.sequence_id, error)
+                }
+                None => message.command,
+            },
+        );
+    }
+    *answers = refused;
 }
 
 /// Appends a command without tail.

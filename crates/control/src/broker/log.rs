@@ -166,6 +166,17 @@ impl Log {
         self.next - 1
     }
 
+    /// Puts an entry at a number that is not below [`Log::end`]: as it was before a restart.
+    pub(super) fn place(&mut self, number: u64, entry: Entry) {
+        self.skip_to(number);
+        self.push(entry);
+    }
+
+    /// Gives out no number below this one.
+    pub(super) fn skip_to(&mut self, number: u64) {
+        self.next = self.next.max(number);
+    }
+
     /// Removes the oldest entry.
     pub(super) fn drop_first(&mut self) {
         let Some(entry) = self.entries.pop_front() else { return };

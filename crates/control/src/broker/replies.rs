@@ -69,7 +69,12 @@ pub(super) fn lookup(request_id: u64, url: Result<String, Refused>) -> BaseComma
     let mut response = CommandLookupTopicResponse { request_id, authoritative: Some(true), ..Default::default() };
     match url {
         Ok(url) => {
-            response.broker_service_url = Some(url);
+            // Clients of a TLS port look for the other field.
+            if url.starts_with("pulsar+ssl:") {
+                response.broker_service_url_tls = Some(url);
+            } else {
+                response.broker_service_url = Some(url);
+            }
             response.response = Some(LookupType::Connect as i32);
         }
         Err(Refused(error, message)) => {

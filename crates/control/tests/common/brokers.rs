@@ -47,7 +47,9 @@ pub fn own_broker() -> TestBroker {
 /// A broker that admits only who shows [`TestBroker::token`].
 pub fn own_broker_with_token() -> TestBroker {
     if given_url().is_none() {
-        return embedded(BrokerConfig { token: Some(broker_token(&Secret::from_bytes([1; 32]))), ..local() });
+        let token = broker_token(&Secret::from_bytes([1; 32]));
+        let config = BrokerConfig { token: Some(token.as_str().into()), ..local() };
+        return TestBroker { token: Some(token), ..embedded(config) };
     }
     apache(Standalone::run(&["--auth"]))
 }
@@ -90,9 +92,9 @@ fn given_url() -> Option<String> {
 
 fn embedded(config: BrokerConfig) -> TestBroker {
     let running = EmbeddedBroker::start(config.clone()).expect("a free port");
-    let (url, token) = (running.url().to_owned(), config.token.clone());
+    let url = running.url().to_owned();
     let config = BrokerConfig { listen: running.address(), ..config };
-    TestBroker { url, token, process: Process::Embedded { config, running: Some(running) } }
+    TestBroker { url, token: None, process: Process::Embedded { config, running: Some(running) } }
 }
 
 fn apache(standalone: Standalone) -> TestBroker {

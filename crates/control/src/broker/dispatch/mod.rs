@@ -114,6 +114,11 @@ impl Subscription {
         }
     }
 
+    /// A durable subscription as it was before a restart.
+    pub(super) fn restored(topic: &str, cursor: Cursor, limits: UnackedLimits) -> Self {
+        Self { read: cursor.mark(), cursor, ..Self::new(topic, true, 0, limits) }
+    }
+
     /// What it has acknowledged.
     pub(super) fn cursor(&self) -> &Cursor {
         &self.cursor
