@@ -10,6 +10,7 @@ mod doctor;
 mod job;
 mod launch;
 mod secret;
+mod sizes;
 mod trace;
 
 use std::process::ExitCode;

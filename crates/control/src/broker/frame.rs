@@ -17,6 +17,13 @@ use super::store::Refused;
 const TAIL_MAGIC: [u8; 2] = [0x0e, 0x01];
 /// Bytes of the two sizes that every frame starts with.
 const SIZES_BYTES: usize = 8;
+/// Largest command. The largest that mean something have a schema, or acknowledge many messages; in memory, a command
+/// of nothing but empty parts is dozens of times as large as in its frame.
+const COMMAND_BYTES_MAX: usize = 256 << 10;
+/// Largest metadata of a message, for the same reason.
+const METADATA_BYTES_MAX: usize = 256 << 10;
+/// Where the size of the metadata is in a tail.
+const METADATA_SIZE: std::ops::Range<usize> = 6..10;
 
 /// The link sent what is not a frame. It is closed: where the next frame would start is unknown.
 #[derive(Debug)]
@@ -49,7 +56,7 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     if total > frame_bytes_max {
         return Err(BadFrame(format!("a frame of {total} bytes; at most {frame_bytes_max} are allowed here")));
     }
-    if command_bytes + 4 > total {
+    if command_bytes + 4 > total || command_bytes > COMMAND_BYTES_MAX {
         return Err(BadFrame(format!("a command of {command_bytes} bytes in a frame of {total}")));
     }
     if input.len() < total + 4 {
@@ -59,6 +66,11 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     let tail = &frame[SIZES_BYTES + command_bytes..];
     if !tail.is_empty() && !tail.starts_with(&TAIL_MAGIC) {
         return Err(BadFrame("a payload without checksum".to_owned()));
+    }
+    if let Some(mut size) = tail.get(METADATA_SIZE)
+        && size.get_u32() as usize > METADATA_BYTES_MAX
+    {
+        return Err(BadFrame(format!("metadata of more than {METADATA_BYTES_MAX} bytes")));
     }
     // A copy, so that what is stored is exactly as large as what is counted.
     let tail = Bytes::copy_from_slice(tail);

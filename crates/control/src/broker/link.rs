@@ -55,7 +55,7 @@ pub(super) async fn serve(broker: Arc<Broker>, stream: TcpStream, link: u64, mut
             let name = stream.get_ref().1.server_name().map(|name| format!("{name}:{}", local.port()));
             state.serve(*stream, name.unwrap_or_else(|| local.to_string())).await;
         }
-        Err(Close(reason)) => tracing::info!(link, reason, "the embedded broker closes a link before it is open"),
+        Err(Close(reason)) => tracing::debug!(link, reason, "broker link closed before it was open"),
     }
 }
 
@@ -105,20 +105,28 @@ impl Link {
         let mut stream = AckingStream(stream);
         match (&self.broker.tls, speaks_tls) {
             (None, false) => Ok((Opened::Plain(stream), local)),
-            (None, true) => Err(Close(format!("{peer} speaks TLS, and this port does not: use pulsar://"))),
+            (None, true) => {
+                let reason = "a client speaks TLS, and this port does not: use pulsar://";
+                tracing::warn!(%peer, "the embedded broker closes a link: {reason}");
+                Err(Close(reason.to_owned()))
+            }
             (Some(_), false) => {
                 let reason = "this port speaks TLS: use pulsar+ssl://";
+                tracing::warn!(%peer, "the embedded broker closes a link of a client without TLS: {reason}");
                 let mut out = BytesMut::new();
                 let refused = Refused(ServerError::NotAllowedError, reason.to_owned());
                 put_command(&mut out, replies::error(replies::NO_REQUEST, refused));
                 // What is left unread when a socket is closed would take the answer with it.
                 let _ = timeout_at(until, stream.read(&mut [0; READ_BYTES])).await;
                 farewell(&mut stream, &mut out).await;
-                Err(Close(format!("{peer} does not speak TLS; {reason}")))
+                Err(Close(reason.to_owned()))
             }
             (Some(acceptor), true) => match timeout_at(until, acceptor.accept(stream)).await.map_err(timed_out)? {
                 Ok(stream) => Ok((Opened::Tls(Box::new(stream)), local)),
-                Err(error) => Err(Close(format!("the TLS handshake with {peer} failed: {error}"))),
+                Err(error) => {
+                    tracing::warn!(%peer, %error, "the embedded broker closes a link: its TLS handshake failed");
+                    Err(Close(error.to_string()))
+                }
             },
         }
     }
@@ -268,7 +276,13 @@ impl AsyncWrite for AckingStream {
     }
 }
 
-fn handle_all(broker: &Broker, session: &mut Session, input: &mut BytesMut, out: &mut BytesMut) -> Result<(), Close> {
+/// Carries out all commands that have come whole.
+pub(super) fn handle_all(
+    broker: &Broker,
+    session: &mut Session,
+    input: &mut BytesMut,
+    out: &mut BytesMut,
+) -> Result<(), Close> {
     loop {
         let frame_bytes_max = if session.is_connected() {
             broker.config.message_bytes_max + FRAME_BYTES_SLACK

@@ -9,6 +9,8 @@
 //! does not show its token in time is closed, and the number of such links is bounded. Memory is bounded by
 //! [`BrokerConfig::topic_bytes_max`], [`BrokerConfig::total_bytes_max`] and a fixed amount for each link.
 
+#[doc(hidden)]
+pub mod bare;
 mod config;
 mod cursor;
 mod dispatch;
@@ -85,8 +87,7 @@ impl EmbeddedBroker {
             listener.local_addr().map_err(|error| system(format!("the broker's socket has no address: {error}")))?;
         let url = broker.url_for(&reachable(address).to_string());
         let broker = Arc::new(broker);
-        let keeper =
-            storage.map(|(storage, signals)| Keeper::new(broker.clone(), signals, storage, broker.config.fsync));
+        let keeper = storage.map(|storage| Keeper::new(broker.clone(), storage));
         let (stop, stopped) = watch::channel(false);
         let served = broker.clone();
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
@@ -143,6 +144,8 @@ impl Drop for EmbeddedBroker {
 pub(crate) struct Broker {
     config: BrokerConfig,
     store: Mutex<Store>,
+    /// Wakes the task that keeps what the store changes.
+    signals: Arc<Signals>,
     admission: Admission,
     tls: Option<TlsAcceptor>,
     links: AtomicUsize,
@@ -151,26 +154,27 @@ pub(crate) struct Broker {
 
 impl Broker {
     /// The broker, and its data directory if it has one.
-    fn new(config: BrokerConfig) -> Result<(Self, Option<(Storage, Arc<Signals>)>), Fault> {
+    fn new(config: BrokerConfig) -> Result<(Self, Option<Storage>), Fault> {
         let tls = config.tls.as_ref();
         let opened = config.data_dir.as_deref().map(Storage::open).transpose()?;
-        let (store, kept) = match opened {
+        let signals = Arc::new(Signals::default());
+        let (store, storage) = match opened {
             None => (Store::new(config.clone(), now_ms()), None),
             Some((storage, loaded)) => {
-                let signals = Arc::new(Signals::default());
                 let store = Store::restore(config.clone(), now_ms(), loaded, storage.path(), signals.clone())?;
-                (store, Some((storage, signals)))
+                (store, Some(storage))
             }
         };
         let broker = Self {
             admission: Admission::new(config.token.as_ref(), tls.is_some_and(|tls| tls.client_ca.is_some()))?,
             tls: tls.map(BrokerTls::load).transpose()?,
             store: Mutex::new(store),
+            signals,
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
         };
-        Ok((broker, kept))
+        Ok((broker, storage))
     }
 
     /// A panic while the lock was held would be a bug; the store stays usable, so the other links go on.

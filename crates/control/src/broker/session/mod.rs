@@ -114,6 +114,7 @@ impl Session {
         let method = connect.auth_method_name.as_deref().unwrap_or_default();
         let shown = connect.auth_data.as_deref().unwrap_or_default();
         if let Err(reason) = self.broker.admission.check(method, shown) {
+            tracing::warn!(link = self.link, reason, "the embedded broker does not admit a client");
             let closing = Close(format!("authentication failed: {reason}"));
             put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, reason)));
             return Err(closing);

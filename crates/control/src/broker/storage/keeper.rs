@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::{Checkpoint, Storage};
 use crate::broker::Broker;
-use crate::broker::store::{Outcome, Signals};
+use crate::broker::store::Outcome;
 
 /// How long changes that nobody waits for may wait for others.
 const SOON: Duration = Duration::from_millis(50);
@@ -25,7 +25,6 @@ const AFTER_FAILURE: Duration = Duration::from_secs(5);
 /// Keeps what a broker's store changes.
 pub(in crate::broker) struct Keeper {
     broker: Arc<Broker>,
-    signals: Arc<Signals>,
     storage: Storage,
     /// Groups are synced before anybody hears that they are kept.
     sync: bool,
@@ -39,18 +38,20 @@ pub(in crate::broker) struct Keeper {
 }
 
 impl Keeper {
-    pub(in crate::broker) fn new(broker: Arc<Broker>, signals: Arc<Signals>, storage: Storage, sync: bool) -> Self {
-        Self { broker, signals, storage, sync, soon: None, checkpoint_at: None, running: None, failing: false }
+    pub(in crate::broker) fn new(broker: Arc<Broker>, storage: Storage) -> Self {
+        let sync = broker.config.fsync;
+        Self { broker, storage, sync, soon: None, checkpoint_at: None, running: None, failing: false }
     }
 
     /// Works until the broker stops, and leaves everything in the table.
     pub(in crate::broker) async fn run(mut self, mut stopped: watch::Receiver<bool>) {
         loop {
+            let signals = &self.broker.signals;
             let far = Instant::now() + Duration::from_secs(3600);
             let (soon, checkpoint) = (self.soon.unwrap_or(far), self.checkpoint_at.unwrap_or(far));
             tokio::select! {
-                () = self.signals.now.notified() => self.keep_group().await,
-                () = self.signals.soon.notified(), if self.soon.is_none() => self.soon = Some(Instant::now() + SOON),
+                () = signals.now.notified() => self.keep_group().await,
+                () = signals.soon.notified(), if self.soon.is_none() => self.soon = Some(Instant::now() + SOON),
                 () = sleep_until(soon), if self.soon.is_some() => self.keep_group().await,
                 () = sleep_until(checkpoint), if self.running.is_none() && self.checkpoint_at.is_some() => {
                     self.start_checkpoint();

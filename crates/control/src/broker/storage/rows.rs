@@ -187,16 +187,16 @@ impl<'a> Row<'a> {
         }
         let (topic, rest) = rest.split_first_chunk().ok_or(Malformed("key without topic"))?;
         let topic = u64::from_be_bytes(*topic);
-        match kind {
-            &HEAD => Ok(Self::Head { topic, head: read_head(value)? }),
-            &ENTRY => {
+        match *kind {
+            HEAD => Ok(Self::Head { topic, head: read_head(value)? }),
+            ENTRY => {
                 let number = u64::from_be_bytes(rest.try_into().map_err(|_| Malformed("key of an entry"))?);
                 let mut reader = Reader::new(value);
                 let arrival_ms = reader.u64()?;
                 Ok(Self::Entry { topic, number, arrival_ms, tail: reader.bytes(reader.remaining())? })
             }
-            &SUBSCRIPTION => Ok(Self::Subscription { topic, name: text(rest)?, state: value }),
-            &SCHEMA => {
+            SUBSCRIPTION => Ok(Self::Subscription { topic, name: text(rest)?, state: value }),
+            SCHEMA => {
                 let version = u32::from_be_bytes(rest.try_into().map_err(|_| Malformed("key of a schema"))?);
                 Ok(Self::Schema { topic, version, schema: value })
             }
