@@ -7,10 +7,12 @@ mod bench;
 mod broker;
 mod demo;
 mod doctor;
+mod job;
 mod launch;
 mod pulsar;
 mod secret;
 mod sizes;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -46,6 +48,7 @@ enum Command {
     Broker(broker::BrokerArgs),
     Pulsar(pulsar::PulsarArgs),
     Secret(secret::SecretArgs),
+    Trace(trace::TraceArgs),
     #[command(name = "__agent", hide = true)]
     Agent(agent::AgentArgs),
     #[command(name = "__exec", hide = true)]
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Broker(args) => broker::run(&args),
         Command::Pulsar(args) => pulsar::run(&args),
         Command::Secret(args) => secret::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Agent(args) => agent::run(&args),
         Command::Exec(args) => agent::exec::run(&args),
         Command::DemoRank(args) => demo::run_rank(args),

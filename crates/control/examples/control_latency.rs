@@ -4,7 +4,9 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use gradwire_control::{BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, VersionRecord};
+use gradwire_control::{
+    BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy, VersionRecord,
+};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Epoch, Fault, Rank, Secret, Step, UnitIndex};
 
@@ -20,7 +22,7 @@ fn main() -> Result<(), Fault> {
     for round in 0..JOINS {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let job = format!("latency-{}", now.as_nanos()).parse()?;
-        let config = JobConfig::new(job, [round; 16], Secret::from_bytes([1; 32]), &url);
+        let config = JobConfig::new(job, [round; 16], Secret::from_bytes([1; 32]), BrokerAccess::new(&url));
         let started = Instant::now();
         let planes = join(&config)?;
         joins.push(started.elapsed());
@@ -30,7 +32,7 @@ fn main() -> Result<(), Fault> {
             }
         }
         for plane in planes {
-            plane.leave(Duration::from_secs(5));
+            plane.leave(Duration::from_secs(5))?;
         }
     }
     print("joining with 4 ranks", joins);
@@ -46,8 +48,10 @@ fn join(config: &JobConfig) -> Result<Vec<ControlPlane>, Fault> {
                     config: config.clone(),
                     rank: Rank(rank),
                     world_size: RANKS,
+                    policy: Policy::Fixed,
                     endpoint: Endpoint::default(),
                     deadline: Duration::from_secs(30),
+                    commit_interval: Duration::ZERO,
                 };
                 scope.spawn(move || ControlPlane::join(request).map(|(plane, _)| plane))
             })
@@ -62,7 +66,7 @@ fn publish(plane: &ControlPlane, step: u64) -> Result<Duration, Fault> {
     let contributors = (0..RANKS).map(Rank).collect();
     let record = VersionRecord { epoch: Epoch(1), step: Step(step), owner: Rank(0), contributors, crcs };
     let started = Instant::now();
-    plane.publish_version(record);
+    plane.publish_version(record)?;
     plane.flush(Duration::from_secs(5))?;
     Ok(started.elapsed())
 }

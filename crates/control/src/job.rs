@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use gradwire_proto::{Fault, FaultKind, Secret};
 
+use crate::access::BrokerAccess;
 use crate::record::{Instance, RecordKey};
 
 /// Longest job name.
@@ -30,8 +31,8 @@ impl JobName {
             return Ok(Self(name));
         }
         let detail = format!(
-            "'{}' is not a job name: use 1 to {JOB_NAME_BYTES_MAX} lower-case letters, digits and hyphens, without \
-             '-partition-'",
+            "'{}' is not a name for a job or a model version: use 1 to {JOB_NAME_BYTES_MAX} lower-case letters, digits \
+             and hyphens, without '-partition-'",
             name.escape_debug()
         );
         Err(Fault::new(FaultKind::InvalidArgument, detail))
@@ -58,58 +59,110 @@ impl FromStr for JobName {
     }
 }
 
+/// The version of a model: lower-case letters, digits and hyphens, at most 64.
+pub type ModelVersion = JobName;
+
 /// What all ranks of a job share.
 #[derive(Clone, Debug)]
 pub struct JobConfig {
     /// The job's name.
     pub job: JobName,
+    /// The version of the model that it trains. Jobs of different versions have different namespaces, and cannot read
+    /// each other's records.
+    pub model_version: Option<ModelVersion>,
     /// Pulsar tenant of its topics.
     pub tenant: String,
-    /// Pulsar namespace of its topics, within the tenant.
-    pub namespace: String,
     /// This launch of the job: different for every launch, the same on all its ranks.
     pub instance: Instance,
     /// The job's secret.
     pub secret: Secret,
-    /// The broker: `pulsar://host:port`, or `pulsar+ssl://host:port`.
-    pub broker_url: String,
-    /// What to show to the broker (authentication method `token`).
-    pub broker_token: Option<String>,
+    /// The broker.
+    pub broker: BrokerAccess,
 }
 
 impl JobConfig {
-    /// A job in `public/default`, without a token for the broker.
+    /// A job in `public/default`.
     #[must_use]
-    pub fn new(job: JobName, instance: Instance, secret: Secret, broker_url: impl Into<String>) -> Self {
-        Self {
-            job,
-            tenant: "public".to_owned(),
-            namespace: "default".to_owned(),
-            instance,
-            secret,
-            broker_url: broker_url.into(),
-            broker_token: None,
+    pub fn new(job: JobName, instance: Instance, secret: Secret, broker: BrokerAccess) -> Self {
+        Self { job, model_version: None, tenant: "public".to_owned(), instance, secret, broker }
+    }
+
+    /// The Pulsar namespace of its topics: `default`, or `<job>.<model version>`.
+    #[must_use]
+    pub fn namespace(&self) -> String {
+        match &self.model_version {
+            None => "default".to_owned(),
+            // Neither part has a dot, so no two jobs share a namespace.
+            Some(version) => format!("{}.{version}", self.job),
         }
     }
 
-    /// The topic of the control log.
+    /// The full name of one of its topics.
     #[must_use]
-    pub fn control_topic(&self) -> String {
-        self.topic("control")
+    pub fn topic(&self, topic: Topic) -> String {
+        format!("persistent://{}/{}/{}-{}", self.tenant, self.namespace(), self.job, topic.suffix())
     }
 
-    /// The topic of the version records.
-    #[must_use]
-    pub fn versions_topic(&self) -> String {
-        self.topic("versions")
-    }
-
+    /// What records are bound to beside the secret, so that those of another version never verify.
     pub(crate) fn record_key(&self) -> RecordKey {
-        RecordKey::new(self.secret.clone(), self.job.as_str())
+        match &self.model_version {
+            None => RecordKey::new(self.secret.clone(), self.job.as_str()),
+            Some(version) => RecordKey::new(self.secret.clone(), format!("{}.{version}", self.job)),
+        }
     }
+}
 
-    fn topic(&self, kind: &str) -> String {
-        format!("persistent://{}/{}/{}-{kind}", self.tenant, self.namespace, self.job)
+/// The topics of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Topic {
+    /// The control log: membership.
+    Control,
+    /// Snapshots of the membership, compacted.
+    Snapshots,
+    /// Version records, compacted.
+    Versions,
+    /// Requests for copies of shards. Key_Shared by shard.
+    Retransmit,
+    /// Copies of shards that could not travel over a data link.
+    Copies,
+    /// Contributions of the federated mode. Key_Shared by shard.
+    Updates,
+    /// The log of the federated mode's rounds.
+    Rounds,
+    /// Results of the federated mode.
+    Results,
+    /// The audit log.
+    Audit,
+}
+
+impl Topic {
+    /// All topics.
+    pub const ALL: [Self; 9] = [
+        Self::Control,
+        Self::Snapshots,
+        Self::Versions,
+        Self::Retransmit,
+        Self::Copies,
+        Self::Updates,
+        Self::Rounds,
+        Self::Results,
+        Self::Audit,
+    ];
+
+    /// What a topic's name ends with, after the job's name and a hyphen.
+    #[must_use]
+    pub const fn suffix(self) -> &'static str {
+        match self {
+            Self::Control => "control",
+            Self::Snapshots => "snapshots",
+            Self::Versions => "versions",
+            Self::Retransmit => "retransmit",
+            Self::Copies => "copies",
+            Self::Updates => "updates",
+            Self::Rounds => "rounds",
+            Self::Results => "results",
+            Self::Audit => "audit",
+        }
     }
 }
 
@@ -133,10 +186,39 @@ mod tests {
         }
     }
 
+    fn job(name: &str, version: Option<&str>) -> JobConfig {
+        let broker = BrokerAccess::new("pulsar://x");
+        let mut config = JobConfig::new(name.parse().unwrap(), [0; 16], Secret::from_bytes([1; 32]), broker);
+        config.model_version = version.map(|version| version.parse().unwrap());
+        config
+    }
+
     #[test]
-    fn topics_are_named_after_the_job() {
-        let config = JobConfig::new("train".parse().unwrap(), [0; 16], Secret::from_bytes([1; 32]), "pulsar://x");
-        assert_eq!(config.control_topic(), "persistent://public/default/train-control");
-        assert_eq!(config.versions_topic(), "persistent://public/default/train-versions");
+    fn topics_are_named_after_the_job_and_its_model_version() {
+        let config = job("train", None);
+        assert_eq!(config.topic(Topic::Control), "persistent://public/default/train-control");
+        let config = job("train", Some("v7"));
+        assert_eq!(config.topic(Topic::Versions), "persistent://public/train.v7/train-versions");
+    }
+
+    #[test]
+    fn two_versions_of_a_model_never_meet() {
+        let topics: std::collections::BTreeSet<String> =
+            [job("a", Some("b-c")), job("a-b", Some("c")), job("a", None), job("a", Some("b"))]
+                .iter()
+                .flat_map(|config| Topic::ALL.map(|topic| config.topic(topic)))
+                .collect();
+        assert_eq!(topics.len(), 4 * Topic::ALL.len());
+        let header = crate::record::Header {
+            version: crate::record::RECORD_VERSION,
+            kind: 1,
+            instance: [0; 16],
+            id: [1; 16],
+            rank: gradwire_proto::Rank(0),
+        };
+        let record = job("a", Some("1")).record_key().seal(header, b"body");
+        assert!(job("a", Some("1")).record_key().open(&record).unwrap().verified);
+        assert!(!job("a", Some("2")).record_key().open(&record).unwrap().verified);
+        assert!(!job("a", None).record_key().open(&record).unwrap().verified);
     }
 }

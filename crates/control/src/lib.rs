@@ -8,20 +8,28 @@
 //! The same code talks to an Apache Pulsar cluster and to the [`EmbeddedBroker`], by URL.
 #![forbid(unsafe_code)]
 
+mod access;
 pub mod broker;
+mod copies;
 mod job;
 mod link;
+mod outbox;
+mod pieces;
 mod plane;
 mod probe;
 mod read;
 mod record;
 mod rendezvous;
-mod versions;
+mod snapshots;
+mod supervise;
 mod worker;
 
+pub use access::{BrokerAccess, Token};
 pub use broker::{BrokerConfig, BrokerTls, BrokerToken, EmbeddedBroker};
-pub use job::{JobConfig, JobName, broker_token};
-pub use plane::{ControlPlane, JoinRequest};
-pub use read::read_versions;
-pub use record::{Instance, VersionRecord};
-pub use rendezvous::{ControlEvent, Membership};
+pub use copies::{CopyRequest, CopyStats, CopyStore, Held, PIECE_BYTES_DEFAULT, ShardVersion};
+pub use gradwire_proto::membership::{Member, View};
+pub use job::{JobConfig, JobName, ModelVersion, Topic, broker_token};
+pub use plane::{COMMIT_INTERVAL_DEFAULT, ControlPlane, JoinRequest};
+pub use read::{AuditEntry, AuditQuery, Records, VersionQuery, read_audit, read_versions};
+pub use record::{AuditKind, AuditRecord, Instance, VersionRecord};
+pub use rendezvous::{ControlEvent, Policy};

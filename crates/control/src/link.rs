@@ -13,16 +13,18 @@ use futures::StreamExt;
 use gradwire_proto::{Fault, FaultKind};
 use pulsar::consumer::InitialPosition;
 use pulsar::error::{AuthenticationError, ConnectionError, ConsumerError, ProducerError, ServiceDiscoveryError};
-use pulsar::message::proto::ServerError;
+use pulsar::message::proto::{MessageIdData, ServerError};
 use pulsar::producer::{Message, SendFuture};
 use pulsar::reader::Reader;
 use pulsar::{
-    ConnectionRetryOptions, ConsumerOptions, Error, OperationRetryOptions, Producer, ProducerOptions, Pulsar,
-    TokioExecutor,
+    ConnectionRetryOptions, Consumer, ConsumerOptions, Error, OperationRetryOptions, Producer, ProducerOptions, Pulsar,
+    SubType, TokioExecutor,
 };
 use tokio::time::timeout;
 
-use crate::job::JobConfig;
+use crate::access::{BrokerAccess, Token};
+use crate::job::{JobConfig, Topic};
+use crate::outbox::Part;
 use crate::probe;
 use crate::record::Instance;
 
@@ -52,9 +54,21 @@ impl LinkError {
         Fault::new(FaultKind::BrokerUnreachable, detail)
     }
 
+    /// The broker, or something on the way to it, closed the link.
+    pub(crate) fn closed() -> Self {
+        Self { reason: "the broker closed the link".to_owned(), permanent: false }
+    }
+
     fn timed_out(what: &str, after: Duration) -> Self {
         let reason = format!("{what} took longer than {} s", after.as_secs_f64());
         Self { reason, permanent: false }
+    }
+}
+
+impl From<Fault> for LinkError {
+    /// What is wrong before anything was asked of the broker: a file that cannot be read.
+    fn from(fault: Fault) -> Self {
+        Self { reason: fault.detail, permanent: true }
     }
 }
 
@@ -110,9 +124,31 @@ impl pulsar::authentication::Authentication for Gate {
     }
 }
 
+/// A place in a topic's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Position {
+    pub(crate) ledger: u64,
+    pub(crate) entry: u64,
+}
+
+impl Position {
+    pub(crate) const fn of(id: &MessageIdData) -> Self {
+        Self { ledger: id.ledger_id, entry: id.entry_id }
+    }
+}
+
+/// Where a reader starts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Start {
+    Earliest,
+    Latest,
+    /// With this message, or the first that is left after it.
+    At(Position),
+}
+
 impl Client {
     /// Connects, within `time_max`.
-    pub(crate) async fn connect(config: &JobConfig, time_max: Duration) -> Result<Self, LinkError> {
+    pub(crate) async fn connect(access: &BrokerAccess, time_max: Duration) -> Result<Self, LinkError> {
         let retry = ConnectionRetryOptions {
             max_retries: 0,
             connection_timeout: time_max.min(OPERATION_MAX),
@@ -125,33 +161,45 @@ impl Client {
             ..Default::default()
         };
         let sealed = Arc::new(AtomicBool::new(false));
-        let gate = Gate { token: config.broker_token.clone(), sealed: sealed.clone() };
-        let build = Pulsar::builder(config.broker_url.as_str(), TokioExecutor)
+        let token = access.token.as_ref().map(Token::read).transpose()?;
+        let gate = Gate { token, sealed: sealed.clone() };
+        let mut builder = Pulsar::builder(access.url.as_str(), TokioExecutor)
             .with_connection_retry_options(retry)
             .with_operation_retry_options(operation)
-            .with_auth_provider(Box::new(gate))
-            .build();
-        let error = match timeout(time_max, build).await {
+            .with_auth_provider(Box::new(gate));
+        if let Some(trusted) = access.trusted()? {
+            builder = builder.with_certificate_chain(trusted);
+        }
+        let error = match timeout(time_max, builder.build()).await {
             Ok(Ok(pulsar)) => return Ok(Self { pulsar, sealed }),
             Ok(Err(error)) => error.into(),
             Err(_) => LinkError::timed_out("connecting", time_max),
         };
-        Err(probe::diagnose(config).await.unwrap_or(error))
+        Err(probe::diagnose(access).await.unwrap_or(error))
     }
 
     /// From now on no new connection is made: when one is lost, everything on it fails.
-    fn seal(&self) {
+    pub(crate) fn seal(&self) {
         self.sealed.store(true, Ordering::Release);
     }
 
-    /// A reader from the start of a topic, within `time_max`.
+    /// A reader of a topic, within `time_max`. `compacted`: only the latest message of each key, where the broker has
+    /// compacted the topic.
     pub(crate) async fn reader(
         &self,
         topic: &str,
         name: &str,
+        (start, compacted): (Start, bool),
         time_max: Duration,
     ) -> Result<Reader<Vec<u8>, TokioExecutor>, LinkError> {
-        let options = ConsumerOptions::default().durable(false).with_initial_position(InitialPosition::Earliest);
+        let mut options = ConsumerOptions::default().durable(false).read_compacted(compacted);
+        options = match start {
+            Start::Earliest => options.with_initial_position(InitialPosition::Earliest),
+            Start::Latest => options.with_initial_position(InitialPosition::Latest),
+            Start::At(Position { ledger, entry }) => {
+                options.starting_on_message(MessageIdData { ledger_id: ledger, entry_id: entry, ..Default::default() })
+            }
+        };
         let build = self
             .pulsar
             .reader()
@@ -163,6 +211,33 @@ impl Client {
             .into_reader();
         let reader = timeout(time_max, build).await;
         Ok(reader.map_err(|_| LinkError::timed_out("opening a reader", time_max))??)
+    }
+
+    /// A consumer of a Key_Shared subscription, within `time_max`, that takes at most `permits` messages ahead. What
+    /// it has not acknowledged goes to others when it is dropped.
+    pub(crate) async fn key_shared(
+        &self,
+        topic: &str,
+        (subscription, name): (&str, &str),
+        permits: u32,
+        time_max: Duration,
+    ) -> Result<Consumer<Vec<u8>, TokioExecutor>, LinkError> {
+        let options = ConsumerOptions::default()
+            .durable(true)
+            .with_initial_position(InitialPosition::Earliest)
+            .with_receiver_queue_size(permits);
+        let build = self
+            .pulsar
+            .consumer()
+            .with_topic(topic)
+            .with_subscription(subscription)
+            .with_subscription_type(SubType::KeyShared)
+            .with_consumer_name(name)
+            .with_batch_size(permits)
+            .with_options(options)
+            .build();
+        let consumer = timeout(time_max, build).await;
+        Ok(consumer.map_err(|_| LinkError::timed_out("opening a consumer", time_max))??)
     }
 
     /// A producer, within `time_max`. Not batched: batches break keyed topics, and records are few.
@@ -177,24 +252,34 @@ impl Client {
 
 /// What a rank has open at the broker.
 pub(crate) struct Link {
-    pub(crate) reader: Reader<Vec<u8>, TokioExecutor>,
+    reader: Reader<Vec<u8>, TokioExecutor>,
     control: Producer<TokioExecutor>,
     versions: Producer<TokioExecutor>,
+    audit: Producer<TokioExecutor>,
+    snapshots: Producer<TokioExecutor>,
     client: Client,
 }
 
 impl Link {
-    /// Opens everything, within `time_max`.
-    pub(crate) async fn open(config: &JobConfig, name: &str, time_max: Duration) -> Result<Self, LinkError> {
-        let client = Client::connect(config, time_max).await?;
-        let (control_topic, versions_topic) = (config.control_topic(), config.versions_topic());
-        let (reader, control, versions) = tokio::try_join!(
-            client.reader(&control_topic, name, time_max),
+    /// Opens everything, within `time_max`. The control log is read from `start`.
+    pub(crate) async fn open(
+        client: Client,
+        config: &JobConfig,
+        name: &str,
+        start: Start,
+        time_max: Duration,
+    ) -> Result<Self, LinkError> {
+        let [control_topic, versions_topic, audit_topic, snapshots_topic] =
+            [Topic::Control, Topic::Versions, Topic::Audit, Topic::Snapshots].map(|topic| config.topic(topic));
+        let (reader, control, versions, audit, snapshots) = tokio::try_join!(
+            client.reader(&control_topic, name, (start, false), time_max),
             client.producer(&control_topic, time_max),
             client.producer(&versions_topic, time_max),
+            client.producer(&audit_topic, time_max),
+            client.producer(&snapshots_topic, time_max),
         )?;
         client.seal();
-        Ok(Self { reader, control, versions, client })
+        Ok(Self { reader, control, versions, audit, snapshots, client })
     }
 
     /// Hands a record of the control log to the broker. The receipt comes later.
@@ -202,29 +287,40 @@ impl Link {
         send(&mut self.control, Message { payload, ..Default::default() }).await
     }
 
-    /// Hands a part of a version record to the broker. The receipt comes later.
-    pub(crate) async fn publish(&mut self, key: String, payload: Vec<u8>) -> Result<SendFuture, LinkError> {
-        send(&mut self.versions, Message { payload, partition_key: Some(key), ..Default::default() }).await
+    /// Hands a part of what is published behind the steps to the broker. The receipt comes later.
+    pub(crate) async fn publish(&mut self, part: Part) -> Result<SendFuture, LinkError> {
+        let producer = match part.topic {
+            Topic::Versions => &mut self.versions,
+            _ => &mut self.audit,
+        };
+        send(producer, Message { payload: part.payload, partition_key: part.key, ..Default::default() }).await
     }
 
-    /// Opens the producer of version records again, after it failed.
-    pub(crate) async fn reopen_versions(&mut self, config: &JobConfig) -> Result<(), LinkError> {
-        self.versions = self.client.producer(&config.versions_topic(), OPERATION_MAX).await?;
+    /// Stores a snapshot.
+    pub(crate) async fn store_snapshot(&mut self, payload: Vec<u8>) -> Result<SendFuture, LinkError> {
+        let partition_key = Some("membership".to_owned());
+        send(&mut self.snapshots, Message { payload, partition_key, ..Default::default() }).await
+    }
+
+    /// Opens the producers of what is published behind the steps again, after one failed.
+    pub(crate) async fn reopen_publishers(&mut self, config: &JobConfig) -> Result<(), LinkError> {
+        self.versions = self.client.producer(&config.topic(Topic::Versions), OPERATION_MAX).await?;
+        self.audit = self.client.producer(&config.topic(Topic::Audit), OPERATION_MAX).await?;
         Ok(())
     }
 
-    /// The next message of the control log.
-    pub(crate) async fn next(&mut self) -> Result<Vec<u8>, LinkError> {
+    /// The next message of the control log, and its place.
+    pub(crate) async fn next(&mut self) -> Result<(Position, Vec<u8>), LinkError> {
         next(&mut self.reader).await
     }
 }
 
-/// The next message of a topic. Its end is an error: topics of a job do not end.
-pub(crate) async fn next(reader: &mut Reader<Vec<u8>, TokioExecutor>) -> Result<Vec<u8>, LinkError> {
+/// The next message of a topic, and its place. Its end is an error: topics of a job do not end.
+pub(crate) async fn next(reader: &mut Reader<Vec<u8>, TokioExecutor>) -> Result<(Position, Vec<u8>), LinkError> {
     match reader.next().await {
-        Some(Ok(message)) => Ok(message.payload.data),
+        Some(Ok(message)) => Ok((Position::of(message.message_id()), message.payload.data)),
         Some(Err(error)) => Err(error.into()),
-        None => Err(LinkError { reason: "the broker closed the link".to_owned(), permanent: false }),
+        None => Err(LinkError::closed()),
     }
 }
 
@@ -235,7 +331,7 @@ pub(crate) async fn receipt(sent: SendFuture) -> Result<(), LinkError> {
     Ok(())
 }
 
-async fn send(producer: &mut Producer<TokioExecutor>, message: Message) -> Result<SendFuture, LinkError> {
+pub(crate) async fn send(producer: &mut Producer<TokioExecutor>, message: Message) -> Result<SendFuture, LinkError> {
     let sent = timeout(OPERATION_MAX, producer.send_non_blocking(message)).await;
     Ok(sent.map_err(|_| LinkError::timed_out("sending", OPERATION_MAX))??)
 }

@@ -9,22 +9,26 @@ use std::time::Duration;
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::member::Endpoint;
+use gradwire_proto::membership::View;
 use gradwire_proto::{Fault, FaultKind, Rank};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use crate::copies::{Copies, CopyRequest, CopyStats, CopyStore, PIECE_BYTES_DEFAULT};
 use crate::job::JobConfig;
-use crate::record::VersionRecord;
-use crate::rendezvous::{ControlEvent, Me, Membership};
-use crate::versions::{self, Publisher};
-use crate::worker::{Shared, Worker, random_id};
+use crate::outbox::{Item, Publisher, outbox};
+use crate::record::{AuditKind, AuditRecord, VersionRecord};
+use crate::rendezvous::{ControlEvent, Me, Policy};
+use crate::worker::{Order, Shared, Worker, random_id};
 
 /// Beyond its deadline, how long the thread may take to say how joining ended.
 const OUTCOME_SLACK: Duration = Duration::from_secs(3);
 /// How long a dropped control plane may take to say that it leaves.
 const DROP_MAX: Duration = Duration::from_millis(500);
-/// Most reports that wait to be written.
-const REPORTS_MAX: usize = 64;
+/// Most reports and suspicions that wait to be written.
+const ORDERS_MAX: usize = 64;
+/// How long a commit waits for others to share a version record with, unless something else is said.
+pub const COMMIT_INTERVAL_DEFAULT: Duration = Duration::from_millis(100);
 
 /// What a rank needs to join.
 #[derive(Clone, Debug)]
@@ -33,21 +37,29 @@ pub struct JoinRequest {
     pub config: JobConfig,
     /// The rank of this process.
     pub rank: Rank,
-    /// How many ranks the job has.
+    /// How many ranks the job starts with.
     pub world_size: u32,
+    /// What happens when members are lost. The same on every rank.
+    pub policy: Policy,
     /// Where this rank can be reached.
     pub endpoint: Endpoint,
     /// How long joining may take.
     pub deadline: Duration,
+    /// Commits that follow each other within this time share a version record.
+    pub commit_interval: Duration,
 }
 
 /// A rank's part in the control plane. Dropping it leaves the job, within half a second.
 pub struct ControlPlane {
     shared: Arc<Shared>,
     publisher: Publisher,
-    reports: mpsc::Sender<Fault>,
+    orders: mpsc::Sender<Order>,
     leave: watch::Sender<Option<Instant>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    config: JobConfig,
+    rank: Rank,
+    /// Made when it is first needed.
+    copies: Mutex<Option<Arc<Copies>>>,
 }
 
 impl fmt::Debug for ControlPlane {
@@ -57,7 +69,8 @@ impl fmt::Debug for ControlPlane {
 }
 
 impl ControlPlane {
-    /// Joins the job: waits until all ranks have joined and agreed on the members of epoch 1.
+    /// Joins the job: waits until all ranks have joined and agreed on the members of epoch 1; in a running job that
+    /// takes newcomers in, until there is an epoch with this process.
     ///
     /// # Errors
     /// Within the deadline, and on every living rank that reads the log:
@@ -69,20 +82,21 @@ impl ControlPlane {
     /// [`FaultKind::JobNameTaken`] when another job of this name lives;
     /// [`FaultKind::RankLeft`] or what it reported, when a rank gave up;
     /// [`FaultKind::DeadlineExceeded`] that names the ranks which have not joined.
-    pub fn join(request: JoinRequest) -> Result<(Self, Membership), Fault> {
+    pub fn join(request: JoinRequest) -> Result<(Self, View), Fault> {
         check(&request)?;
-        let JoinRequest { config, rank, world_size, endpoint, deadline } = request;
+        let JoinRequest { config, rank, world_size, policy, endpoint, deadline, commit_interval } = request;
         let me = Me {
             job: config.job.to_string(),
             instance: config.instance,
             rank,
             world_size,
+            policy,
             endpoint,
             join_id: random_id(),
         };
-        let broker_url = config.broker_url.clone();
-        let (publisher, outbox) = versions::queue();
-        let (reports, reports_receiver) = mpsc::channel(REPORTS_MAX);
+        let (broker_url, job) = (config.broker.url.clone(), config.clone());
+        let (publisher, outbox) = outbox(commit_interval);
+        let (orders, orders_receiver) = mpsc::channel(ORDERS_MAX);
         let (leave, leave_receiver) = watch::channel(None);
         let (joined, outcome) = sync_channel(1);
         let shared = Arc::new(Shared::default());
@@ -91,14 +105,16 @@ impl ControlPlane {
             me,
             deadline: Instant::now() + deadline,
             deadline_after: deadline,
+            publisher: publisher.clone(),
             outbox,
-            reports: reports_receiver,
+            orders: orders_receiver,
             leave: leave_receiver,
             shared: shared.clone(),
             joined,
         };
         let thread = spawn(worker)?;
-        let plane = Self { shared, publisher, reports, leave, thread: Mutex::new(Some(thread)) };
+        let (thread, copies) = (Mutex::new(Some(thread)), Mutex::new(None));
+        let plane = Self { shared, publisher, orders, leave, thread, config: job, rank, copies };
         // From here on, dropping `plane` ends the thread.
         match outcome.recv_timeout(deadline + OUTCOME_SLACK) {
             Ok(Ok(membership)) => Ok((plane, membership)),
@@ -115,17 +131,37 @@ impl ControlPlane {
         }
     }
 
-    /// Queues a version record to be written behind the step. Never waits. False if it was dropped: too many wait
-    /// already, since the broker is slow or away. Dropped records are counted by
-    /// [`ControlPlane::versions_dropped`].
-    pub fn publish_version(&self, record: VersionRecord) -> bool {
-        self.publisher.publish(record)
+    /// Queues a version record to be written behind the step. Never waits. Records that follow each other within the
+    /// commit interval are written as one.
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] if there is no room: the broker has been slow or away for too long. The record is not
+    /// written then; those that wait already still are.
+    pub fn publish_version(&self, record: VersionRecord) -> Result<(), Fault> {
+        let (epoch, step) = (record.epoch, record.step);
+        if self.publisher.publish(Item::Version(record)) {
+            return Ok(());
+        }
+        let detail = format!(
+            "the commit of step {} ({epoch}) cannot be published: too many wait already, since the broker has been \
+             slow or away for too long; see to the broker, or raise the commit interval",
+            step.0
+        );
+        Err(Fault::new(FaultKind::Unrecorded, detail).step(step))
     }
 
-    /// How many version records were dropped.
+    /// How many version and audit records were refused for lack of room.
     #[must_use]
-    pub fn versions_dropped(&self) -> u64 {
-        self.publisher.dropped()
+    pub fn records_refused(&self) -> u64 {
+        self.publisher.refused()
+    }
+
+    /// Writes to the job's audit log, behind the steps. Never waits; what does not fit is counted by
+    /// [`ControlPlane::records_refused`].
+    pub fn audit(&self, kind: AuditKind, about: Option<Rank>, detail: impl Into<String>) {
+        let mut record = AuditRecord::now(kind, detail);
+        record.rank = about;
+        self.publisher.publish(Item::Audit(record));
     }
 
     /// How many records of this launch were ignored, because they did not verify or were malformed.
@@ -142,8 +178,18 @@ impl ControlPlane {
 
     /// Tells the other ranks of a fault that ends the job. Does not wait; dropped if very many wait already.
     pub fn report(&self, fault: &Fault) {
-        if self.reports.try_send(fault.clone()).is_err() {
-            tracing::warn!(%fault, "a report was dropped: too many wait for the broker");
+        self.order(Order::Report(fault.clone()));
+    }
+
+    /// Says that this rank does not count on another any more: with [`Policy::Elastic`] the next epoch begins without
+    /// it, unless it was quicker to say so of this one. Does not wait; dropped if very many wait already.
+    pub fn suspect(&self, rank: Rank, reason: impl Into<String>) {
+        self.order(Order::Suspect(rank, reason.into()));
+    }
+
+    fn order(&self, order: Order) {
+        if self.orders.try_send(order).is_err() {
+            tracing::warn!("a report was dropped: too many wait for the broker");
         }
     }
 
@@ -158,27 +204,98 @@ impl ControlPlane {
         self.shared.set_waker(Arc::new(waker));
     }
 
-    /// Waits until the broker has every version record that was accepted so far.
+    /// Waits until the broker has every version and audit record that was accepted so far.
     ///
     /// # Errors
     /// [`FaultKind::DeadlineExceeded`] that says how many it has not; they stay queued.
     pub fn flush(&self, timeout: Duration) -> Result<(), Fault> {
         self.publisher.wait(timeout).map_err(|missing| {
             let detail = format!(
-                "the broker has not taken {missing} version records within {} s: is it running and not full?",
+                "the broker has not taken {missing} version and audit records within {} s: is it running and not full?",
                 timeout.as_secs_f64()
             );
             Fault::new(FaultKind::DeadlineExceeded, detail)
         })
     }
 
+    /// From now on this rank answers requests for copies of shards from this store.
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when the system gives no thread for it.
+    pub fn hold_copies(&self, store: Arc<dyn CopyStore>) -> Result<(), Fault> {
+        self.copies()?.hold(store);
+        Ok(())
+    }
+
+    /// Waits until the broker knows that this rank holds copies. False if it does not in time.
+    #[must_use]
+    pub fn wait_until_holding(&self, timeout: Duration) -> bool {
+        self.copies().is_ok_and(|copies| copies.wait_until_holding(timeout))
+    }
+
+    /// Gets copies of shards from ranks that hold their versions, over the broker. Gives their bytes in the order of
+    /// the requests, each with the checksum that was asked for.
+    ///
+    /// # Errors
+    /// [`FaultKind::DeadlineExceeded`] that names the first shard which nobody could give;
+    /// [`FaultKind::BrokerUnreachable`] when the broker refuses us.
+    pub fn fetch_copies(&self, requests: &[CopyRequest], timeout: Duration) -> Result<Vec<Vec<u8>>, Fault> {
+        self.copies()?.fetch(requests, timeout)
+    }
+
+    /// As [`ControlPlane::fetch_copies`], without waiting: `answer` is called with the outcome, on the thread that
+    /// exchanges copies. It must not block.
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when very many fetches wait already, or the system gives no thread; `answer` is not
+    /// called then.
+    pub fn request_copies(
+        &self,
+        requests: &[CopyRequest],
+        timeout: Duration,
+        answer: impl FnOnce(Result<Vec<Vec<u8>>, Fault>) + Send + 'static,
+    ) -> Result<(), Fault> {
+        self.copies()?.request(requests, timeout, answer)
+    }
+
+    /// What was counted of copies.
+    #[must_use]
+    pub fn copy_stats(&self) -> CopyStats {
+        let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.as_ref().map(|copies| copies.stats()).unwrap_or_default()
+    }
+
+    fn copies(&self) -> Result<Arc<Copies>, Fault> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copies) = &*copies {
+            return Ok(copies.clone());
+        }
+        let publisher = self.publisher.clone();
+        let started = Arc::new(Copies::start(self.config.clone(), self.rank, PIECE_BYTES_DEFAULT, publisher)?);
+        *copies = Some(started.clone());
+        Ok(started)
+    }
+
     /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done
     /// or the time is over.
-    pub fn leave(&self, timeout: Duration) {
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] that says how many records the broker has not taken. They are lost.
+    pub fn leave(&self, timeout: Duration) -> Result<(), Fault> {
         self.end(timeout);
+        self.publisher.wait(Duration::ZERO).map_err(|missing| {
+            let detail = format!(
+                "{missing} version and audit records are not on record: the broker did not take them within {} s of \
+                 leaving; was it away?",
+                timeout.as_secs_f64()
+            );
+            Fault::new(FaultKind::Unrecorded, detail)
+        })
     }
 
     fn end(&self, timeout: Duration) {
+        // What it publishes is still written below.
+        drop(self.copies.lock().unwrap_or_else(PoisonError::into_inner).take());
         let by = Instant::now() + timeout;
         self.leave.send_if_modified(|leave| {
             let first = leave.is_none();

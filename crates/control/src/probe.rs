@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::codec::{Decoder, Encoder};
 
-use crate::job::JobConfig;
+use crate::access::{BrokerAccess, Token};
 use crate::link::{LinkError, is_refusal};
 
 const PROBE_MAX: Duration = Duration::from_secs(2);
@@ -20,12 +20,12 @@ const PROTOCOL_VERSION: i32 = 12;
 
 /// Connects once more, by hand, and tells what goes wrong. Nothing where nothing does, or where it cannot be told
 /// (over TLS).
-pub(crate) async fn diagnose(config: &JobConfig) -> Option<LinkError> {
-    let authority = config.broker_url.strip_prefix("pulsar://")?.trim_end_matches('/');
+pub(crate) async fn diagnose(access: &BrokerAccess) -> Option<LinkError> {
+    let authority = access.url.strip_prefix("pulsar://")?.trim_end_matches('/');
     let has_port = authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
     let address = if has_port { authority.to_owned() } else { format!("{authority}:{DEFAULT_PORT}") };
-    let token = config.broker_token.as_deref();
-    match timeout(PROBE_MAX, ask(&address, token)).await {
+    let token = access.token.as_ref().map(Token::read).transpose().ok()?;
+    match timeout(PROBE_MAX, ask(&address, token.as_deref())).await {
         Ok(Ok(None)) => None,
         Ok(Ok(Some((error, message)))) => {
             let permanent = ServerError::try_from(error).is_ok_and(is_refusal);

@@ -1,77 +1,196 @@
-//! Reading a job's version records back.
+//! Reading a job's records back: versions and the audit log.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use futures::StreamExt;
-use gradwire_proto::{Fault, FaultKind};
+use gradwire_proto::{Fault, FaultKind, Rank, Step};
+use pulsar::TokioExecutor;
+use pulsar::reader::Reader;
 use tokio::time::{Instant, timeout_at};
 
-use crate::job::JobConfig;
-use crate::link::{Client, LinkError, unique_name};
-use crate::record::{Assembly, RECORD_VERSION, RecordKey, VersionPart, VersionRecord};
+use crate::job::{JobConfig, Topic};
+use crate::link::{Client, LinkError, Position, Start, unique_name};
+use crate::record::{
+    AUDIT_KIND, Assembly, AuditKind, AuditRecord, RECORD_VERSION, RecordKey, VersionPart, VersionRecord,
+};
 use crate::worker::random_id;
 
-/// Reads every version record of the job that the broker holds, in the order in which they became complete. Records
-/// of all launches of the job that used this secret are read; ones that do not verify are left out.
+/// Which version records to read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VersionQuery {
+    /// Those of this owner only.
+    pub owner: Option<Rank>,
+    /// Those of these steps only.
+    pub steps: Option<Range<Step>>,
+    /// Of each owner only the latest that fits the rest.
+    pub latest: bool,
+}
+
+impl VersionQuery {
+    fn takes(&self, record: &VersionRecord) -> bool {
+        self.owner.is_none_or(|owner| owner == record.owner)
+            && self.steps.as_ref().is_none_or(|steps| steps.contains(&record.step))
+    }
+}
+
+/// Which audit records to read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AuditQuery {
+    /// Those written at these times only, in milliseconds since 1970.
+    pub times_ms: Option<Range<u64>>,
+    /// Those about this rank, or written by it, only.
+    pub rank: Option<Rank>,
+    /// Those of these kinds only; all where it is empty.
+    pub kinds: Vec<AuditKind>,
+}
+
+impl AuditQuery {
+    fn takes(&self, entry: &AuditEntry) -> bool {
+        let AuditEntry { author, record } = entry;
+        self.times_ms.as_ref().is_none_or(|times| times.contains(&record.time_ms))
+            && self.rank.is_none_or(|rank| rank == *author || Some(rank) == record.rank)
+            && (self.kinds.is_empty() || self.kinds.contains(&record.kind))
+    }
+}
+
+/// An entry of the audit log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditEntry {
+    /// The rank that wrote it.
+    pub author: Rank,
+    /// What it says.
+    pub record: AuditRecord,
+}
+
+/// What was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Records<T> {
+    /// Those that the query asked for, in the order of the topic.
+    pub records: Vec<T>,
+    /// How many messages were left out because they are no records, or do not verify with the job's secret.
+    pub rejected: u64,
+}
+
+/// Reads version records of the job that the broker holds, in the order in which they became complete: of all
+/// launches of the job that used this secret.
 ///
 /// # Errors
 /// [`FaultKind::BrokerUnreachable`] when the broker cannot be reached or refuses us;
 /// [`FaultKind::DeadlineExceeded`] when reading takes longer than `timeout`.
-pub fn read_versions(config: &JobConfig, timeout: Duration) -> Result<Vec<VersionRecord>, Fault> {
-    let system = |error: std::io::Error| Fault::new(FaultKind::System, format!("no thread from the system: {error}"));
-    // On a thread of its own, so that it can be called from within an asynchronous runtime too.
-    std::thread::scope(|scope| {
-        let read = move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
-            let result = runtime.block_on(read(config, timeout));
-            runtime.shutdown_background();
-            result
-        };
-        let thread = std::thread::Builder::new().name("gradwire-read".to_owned()).spawn_scoped(scope, read);
-        let joined = thread.map_err(system)?.join();
-        joined.unwrap_or_else(|_| Err(Fault::new(FaultKind::System, "reading version records ended unexpectedly")))
-    })
-}
-
-async fn read(config: &JobConfig, time_max: Duration) -> Result<Vec<VersionRecord>, Fault> {
-    let deadline = Instant::now() + time_max;
-    match timeout_at(deadline, read_all(config, time_max)).await {
-        Ok(result) => result.map_err(|error| error.into_fault(&config.broker_url)),
-        Err(_) => {
-            let detail = format!(
-                "reading the version records of job '{}' took longer than {} s",
-                config.job,
-                time_max.as_secs_f64()
-            );
-            Err(Fault::new(FaultKind::DeadlineExceeded, detail))
+pub fn read_versions(
+    config: &JobConfig,
+    query: &VersionQuery,
+    timeout: Duration,
+) -> Result<Records<VersionRecord>, Fault> {
+    let mut assembly = Assembly::default();
+    let mut records = read(config, (Topic::Versions, query.latest), timeout, |key, message| {
+        let record = opened(key, message, VersionPart::KIND)?;
+        let part = VersionPart::decode(record.1).map_err(|_| NotRecord)?;
+        Ok(assembly.add(record.0.id, part).filter(|record| query.takes(record)))
+    })?;
+    if query.latest {
+        let mut latest = std::collections::BTreeMap::new();
+        for record in records.records {
+            latest.insert(record.owner, record);
         }
-    }
-}
-
-async fn read_all(config: &JobConfig, time_max: Duration) -> Result<Vec<VersionRecord>, LinkError> {
-    let client = Client::connect(config, time_max).await?;
-    let name = unique_name(&config.instance, u32::MAX, &random_id()[..8]);
-    let mut reader = client.reader(&config.versions_topic(), &name, time_max).await?;
-    let last = reader.get_last_message_id().await?;
-    let (key, mut assembly, mut records) = (config.record_key(), Assembly::default(), Vec::new());
-    // Brokers say that a topic is empty by the id -1.
-    let mut done = last.entry_id == u64::MAX;
-    while !done {
-        let message = match reader.next().await {
-            Some(message) => message?,
-            None => return Err(LinkError { reason: "the broker closed the link".to_owned(), permanent: false }),
-        };
-        let id = message.message_id();
-        done = (id.ledger_id, id.entry_id) >= (last.ledger_id, last.entry_id);
-        records.extend(take(&key, &mut assembly, &message.payload.data));
+        records.records = latest.into_values().collect();
     }
     Ok(records)
 }
 
-fn take(key: &RecordKey, assembly: &mut Assembly, message: &[u8]) -> Option<VersionRecord> {
-    let record = key.open(message).ok().filter(|record| record.verified)?;
-    if record.header.version != RECORD_VERSION || record.header.kind != VersionPart::KIND {
-        return None;
+/// Reads the job's audit log, as far as the broker holds it: of all launches of the job that used this secret.
+///
+/// # Errors
+/// As [`read_versions`].
+pub fn read_audit(config: &JobConfig, query: &AuditQuery, timeout: Duration) -> Result<Records<AuditEntry>, Fault> {
+    read(config, (Topic::Audit, false), timeout, |key, message| {
+        let (header, body) = opened(key, message, AUDIT_KIND)?;
+        let record = AuditRecord::decode(body).map_err(|_| NotRecord)?;
+        let entry = record.map(|record| AuditEntry { author: header.rank, record });
+        Ok(entry.filter(|entry| query.takes(entry)))
+    })
+}
+
+/// A message that is no record, or does not verify.
+struct NotRecord;
+
+fn opened<'a>(key: &RecordKey, message: &'a [u8], kind: u16) -> Result<(crate::record::Header, &'a [u8]), NotRecord> {
+    let record = key.open(message).map_err(|_| NotRecord)?;
+    let header = record.header;
+    let good = record.verified && header.version == RECORD_VERSION && header.kind == kind;
+    if good { Ok((header, record.body)) } else { Err(NotRecord) }
+}
+
+/// Reads a topic from its start to its present end.
+fn read<T: Send>(
+    config: &JobConfig,
+    topic: (Topic, bool),
+    timeout: Duration,
+    mut take: impl FnMut(&RecordKey, &[u8]) -> Result<Option<T>, NotRecord> + Send,
+) -> Result<Records<T>, Fault> {
+    let key = config.record_key();
+    let mut found = Records { records: Vec::new(), rejected: 0 };
+    let deadline = Instant::now() + timeout;
+    let reading = async {
+        let client = Client::connect(&config.broker, timeout).await?;
+        let name = unique_name(&config.instance, u32::MAX, &random_id()[..8]);
+        let (topic, compacted) = topic;
+        let mut reader = client.reader(&config.topic(topic), &name, (Start::Earliest, compacted), timeout).await?;
+        read_to_end(&mut reader, |_, message| match take(&key, message) {
+            Ok(record) => found.records.extend(record),
+            Err(NotRecord) => found.rejected += 1,
+        })
+        .await
+    };
+    on_a_thread("gradwire-read", async move {
+        match timeout_at(deadline, reading).await {
+            Ok(result) => result.map_err(|error: LinkError| error.into_fault(&config.broker.url)),
+            Err(_) => {
+                let detail = format!(
+                    "reading the {} topic of job '{}' took longer than {} s",
+                    topic.0.suffix(),
+                    config.job,
+                    timeout.as_secs_f64()
+                );
+                Err(Fault::new(FaultKind::DeadlineExceeded, detail))
+            }
+        }
+    })?;
+    Ok(found)
+}
+
+/// Runs a future on a thread of its own, so that it can be waited for from within an asynchronous runtime too.
+fn on_a_thread<T: Send>(name: &str, future: impl Future<Output = Result<T, Fault>> + Send) -> Result<T, Fault> {
+    let system = |error: std::io::Error| Fault::new(FaultKind::System, format!("no thread from the system: {error}"));
+    std::thread::scope(|scope| {
+        let run = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
+            let result = runtime.block_on(future);
+            runtime.shutdown_background();
+            result
+        };
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, run).map_err(system)?;
+        thread.join().unwrap_or_else(|_| Err(Fault::new(FaultKind::System, "reading records ended unexpectedly")))
+    })
+}
+
+/// Hands on every message up to the one that is the last when this is called.
+pub(crate) async fn read_to_end(
+    reader: &mut Reader<Vec<u8>, TokioExecutor>,
+    mut take: impl FnMut(Position, &[u8]),
+) -> Result<(), LinkError> {
+    let last = Position::of(&reader.get_last_message_id().await?);
+    // Brokers say that a topic is empty by the id -1.
+    let mut done = last.entry == u64::MAX;
+    while !done {
+        let message = match reader.next().await {
+            Some(message) => message?,
+            None => return Err(LinkError::closed()),
+        };
+        let position = Position::of(message.message_id());
+        done = position >= last;
+        take(position, &message.payload.data);
     }
-    assembly.add(record.header.id, VersionPart::decode(record.body).ok()?)
+    Ok(())
 }

@@ -1,9 +1,13 @@
-//! How ranks become members: a state machine over the records of the control log. No socket and no clock in here.
+//! One rank at the control log: joins, keeps to the members, and says what has to be said. No socket, no clock.
 //!
-//! Every rank appends a Join and reads the log from its start. When all ranks have joined, rank 0 (another one if
-//! nothing comes) proposes the members of epoch 1 by the ids of their Joins; the first valid proposal in log order
-//! wins, on every rank the same one, since all read the same log. A conflict (another world size, a rank taken
-//! twice, another protocol version) that stands in the log before such a proposal ends the job on every rank.
+//! Who the members are is decided by [`gradwire_proto::membership::Log`] from the records alone; here is what is this
+//! rank's own affair: when to propose, when to give up, what to tell the owner, and what else is on the log.
+//!
+//! Every rank appends a Join and reads the log. When all ranks have joined, rank 0 (another one if nothing comes)
+//! proposes the members of epoch 1. A conflict (another world size, a rank taken twice, another protocol version)
+//! that stands in the log before such a proposal ends the job on every rank. With [`Policy::Fixed`] the members stay
+//! as they are; with [`Policy::Elastic`] members that leave or are suspected are left out of the next epoch, and
+//! processes that join are taken in.
 //!
 //! Only records with a valid MAC count. Records of other instances of the job (other launches, with other secrets)
 //! cannot be verified: from them it is only learnt that another job of this name may be alive. Such a job is asked
@@ -15,19 +19,29 @@
 //! [`Rendezvous::poll_event`], and look at [`Rendezvous::outcome`]. Records may come more than once.
 
 mod others;
+mod words;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::member::Endpoint;
+use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, Member, RecordId, Snapshot, View};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 
-use crate::record::{Body, Instance, RECORD_VERSION, Record, RecordId};
+use crate::record::{Instance, RECORD_VERSION, Record};
 use others::Others;
 
 /// How long a rank waits for the ranks before it to propose.
 const PROPOSE_GRACE: Duration = Duration::from_millis(300);
+/// How long a change that only adds members waits for others that come at the same time.
+const GROW_GRACE: Duration = Duration::from_millis(100);
+/// When a proposal is made again that did not lead to a view: others changed at the same time.
+const PROPOSE_AGAIN: Duration = Duration::from_secs(1);
+/// How long a member waits for the ranks before it to write a lost log again.
+const RESTATE_GRACE: Duration = Duration::from_millis(50);
+/// A snapshot is stored after a new view, and after this many changes.
+const SNAPSHOT_CHANGES: u64 = 64;
 /// How long a rank waits for the ranks before it to ask whether another job lives.
 const CHALLENGE_GRACE: Duration = Duration::from_millis(100);
 /// How long another job has to answer.
@@ -41,18 +55,19 @@ const EVENTS_MAX: usize = 1024;
 /// Most record ids that are remembered, for each rank.
 const IDS_PER_RANK_MAX: usize = 64;
 
-/// The first epoch: the members that the job starts with.
-pub(crate) const FIRST_EPOCH: Epoch = Epoch(1);
 /// The protocol version of the data path that a Join announces.
 pub(crate) const PROTOCOL_VERSION: u16 = gradwire_proto::frame::PROTOCOL_VERSION as u16;
 
-/// The members of an epoch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Membership {
-    /// Its number.
-    pub epoch: Epoch,
-    /// Where each member can be reached, by rank.
-    pub members: Vec<Endpoint>,
+/// What happens when members are lost, or more processes join. The same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// The members of epoch 1 stay.
+    Fixed,
+    /// Members that leave or are suspected are left out of the next epoch, and processes that join are taken in.
+    Elastic {
+        /// With fewer live members no further epoch begins, until others have joined.
+        ranks_min: u32,
+    },
 }
 
 /// What other ranks made known after joining.
@@ -61,6 +76,10 @@ pub struct Membership {
 pub enum ControlEvent {
     /// A rank met a fault that ends the job. `reporter` names it.
     Failed(Fault),
+    /// A new epoch began, and this rank is a member of it.
+    View(View),
+    /// A new epoch began without this rank, which must stop: nothing that it does counts any more.
+    Removed(Fault),
 }
 
 /// Who this rank is.
@@ -70,6 +89,7 @@ pub(crate) struct Me {
     pub(crate) instance: Instance,
     pub(crate) rank: Rank,
     pub(crate) world_size: u32,
+    pub(crate) policy: Policy,
     pub(crate) endpoint: Endpoint,
     /// The id of this process's Join.
     pub(crate) join_id: RecordId,
@@ -85,14 +105,17 @@ pub(crate) struct Append {
 #[derive(Debug)]
 enum State {
     Joining,
-    Member(Membership),
+    Member,
+    Removed,
     Failed(Fault),
 }
 
+/// What the log says that is being read again after a reconnection.
 #[derive(Debug)]
-struct Joined {
-    id: RecordId,
-    endpoint: Endpoint,
+struct Reread {
+    log: Log,
+    /// When to say what it lacks: set when everything before our own Join was read.
+    due: Option<Instant>,
 }
 
 /// One rank's view of the control log.
@@ -102,19 +125,20 @@ pub(crate) struct Rendezvous {
     deadline: Instant,
     deadline_after: Duration,
     state: State,
-    joins: BTreeMap<Rank, Joined>,
-    /// The members' Joins, once decided.
-    members: Vec<RecordId>,
+    log: Log,
+    reread: Option<Reread>,
     /// When the last rank joined.
     complete_at: Option<Instant>,
-    /// When our own Join was seen: everything that was in the log before it has been read.
-    seen_self_at: Option<Instant>,
+    /// From when on a proposal of the next epoch is wanted.
+    change_due_at: Option<Instant>,
     others: Others,
     /// Ranks of this instance that wrote what does not verify.
     unverified: BTreeSet<Rank>,
     suspect_at: Option<Instant>,
     ids: (BTreeSet<RecordId>, VecDeque<RecordId>),
     proposed: bool,
+    /// The epoch, and the number of changes, of the last snapshot that was stored.
+    stored: (Epoch, u64),
     appends: VecDeque<Append>,
     events: VecDeque<ControlEvent>,
     /// Records of this instance that did not verify or were malformed.
@@ -127,15 +151,16 @@ impl Rendezvous {
             deadline,
             deadline_after,
             state: State::Joining,
-            joins: BTreeMap::new(),
-            members: Vec::new(),
+            log: Log::new(me.world_size),
+            reread: None,
             complete_at: None,
-            seen_self_at: None,
+            change_due_at: None,
             others: Others::new(me.instance, me.rank),
             unverified: BTreeSet::new(),
             suspect_at: None,
             ids: Default::default(),
             proposed: false,
+            stored: (FIRST_EPOCH, 0),
             appends: VecDeque::new(),
             events: VecDeque::new(),
             rejected: 0,
@@ -144,10 +169,10 @@ impl Rendezvous {
     }
 
     /// How joining ended, once it has.
-    pub(crate) fn outcome(&self) -> Option<Result<&Membership, &Fault>> {
+    pub(crate) fn outcome(&self) -> Option<Result<&View, &Fault>> {
         match &self.state {
             State::Joining => None,
-            State::Member(membership) => Some(Ok(membership)),
+            State::Member | State::Removed => Some(Ok(self.log.view())),
             State::Failed(fault) => Some(Err(fault)),
         }
     }
@@ -162,35 +187,71 @@ impl Rendezvous {
         self.events.pop_front()
     }
 
+    /// A snapshot to store, where it is this rank's turn and the last one is old.
+    pub(crate) fn poll_snapshot(&mut self) -> Option<Snapshot> {
+        let (epoch, changes) = self.stored;
+        let now = (self.log.view().epoch, self.log.applied());
+        let old = now.0 > epoch || now.1 >= changes + SNAPSHOT_CHANGES;
+        if !old || !self.is_elastic_member() || self.log.live().next()?.id != self.me.join_id {
+            return None;
+        }
+        self.stored = now;
+        Some(self.log.snapshot())
+    }
+
     /// How many records of this instance were ignored because they did not verify or were malformed.
     pub(crate) fn rejected(&self) -> u64 {
         self.rejected
     }
 
-    /// A link to the broker is open, and the log will be read from its start. Says (again) what this rank has to
-    /// say: a broker that keeps its log in memory may have lost it.
+    /// A link to the broker is open, and the log will be read: from its start, or from behind a snapshot, which is
+    /// then handed to [`Rendezvous::handle_snapshot`] first. Says again what this rank has to say: a broker that keeps
+    /// its log in memory may have lost it.
     pub(crate) fn link_opened(&mut self) {
         let Me { world_size, endpoint, join_id, .. } = self.me.clone();
         let join = Body::Join { world_size, protocol: PROTOCOL_VERSION, endpoint };
         self.appends.push_back(Append { id: Some(join_id), body: join });
         self.proposed = false;
         self.others.link_opened();
-        if matches!(self.state, State::Member(_)) {
-            self.propose(self.members.clone());
+        if matches!(self.state, State::Member) {
+            self.reread = Some(Reread { log: Log::new(world_size), due: None });
         }
+    }
+
+    /// Takes a snapshot that stands for the part of the log that is not read.
+    pub(crate) fn handle_snapshot(&mut self, now: Instant, rank: Rank, id: RecordId, snapshot: Snapshot) {
+        self.others.settle();
+        self.handle_body(now, rank, id, Body::Snapshot(snapshot), false);
+    }
+
+    /// Tells the others that this rank does not count on another any more.
+    pub(crate) fn suspect(&mut self, rank: Rank, reason: String) {
+        let view = self.log.view();
+        let Some(member) = view.rank(rank).map(|member| member.id) else { return };
+        let body = Body::Suspect { author: self.me.join_id, epoch: view.epoch, member, reason };
+        self.append(body);
     }
 
     /// When [`Rendezvous::handle_timeout`] must be called.
     pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         let joining = matches!(self.state, State::Joining);
-        let while_joining = [Some(self.deadline), self.suspect_at, self.propose_at(), self.others.challenge_at()];
-        while_joining.into_iter().flatten().filter(|_| joining).chain(self.others.answer_at()).min()
+        let while_joining = [Some(self.deadline), self.suspect_at, self.first_propose_at(), self.others.challenge_at()];
+        let later = [self.next_propose_at(), self.reread.as_ref().and_then(|reread| reread.due)];
+        let always = later.into_iter().flatten().chain(self.others.answer_at());
+        while_joining.into_iter().flatten().filter(|_| joining).chain(always).min()
     }
 
     /// Does what is due.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         if let Some(challenge) = self.others.take_answer(now) {
             self.append(Body::Alive { challenge });
+        }
+        if self.reread.as_ref().and_then(|reread| reread.due).is_some_and(|due| due <= now) {
+            self.restate();
+        }
+        if self.next_propose_at().is_some_and(|at| at <= now) {
+            self.append(self.log.proposal(self.me.join_id));
+            self.change_due_at = Some(now + PROPOSE_AGAIN);
         }
         if !matches!(self.state, State::Joining) {
             return;
@@ -201,8 +262,9 @@ impl Rendezvous {
             self.fail(self.deadline_fault());
         } else if self.others.take_challenge(now) {
             self.append(Body::Challenge);
-        } else if self.propose_at().is_some_and(|at| at <= now) {
-            self.propose((0..self.me.world_size).filter_map(|rank| Some(self.joins.get(&Rank(rank))?.id)).collect());
+        } else if self.first_propose_at().is_some_and(|at| at <= now) {
+            self.proposed = true;
+            self.append(self.log.proposal(self.me.join_id));
         }
     }
 
@@ -225,98 +287,155 @@ impl Rendezvous {
             if header.rank != self.me.rank && header.rank.0 < WORLD_SIZE_MAX {
                 self.unverified.insert(header.rank);
             }
-        } else if self.remember(header.id) {
-            if header.version != RECORD_VERSION {
-                self.conflict(version_fault(header.rank, "control records", header.version, RECORD_VERSION));
-            } else {
-                match Body::decode(header.kind, record.body) {
-                    Ok(Some(body)) => self.handle_body(now, header.rank, header.id, body),
-                    Ok(None) => {}
-                    Err(_) => self.rejected += 1,
+        } else if header.version != RECORD_VERSION {
+            self.conflict(words::version(header.rank, "control records", header.version, RECORD_VERSION));
+        } else {
+            match Body::decode(header.kind, record.body) {
+                Ok(Some(body)) => {
+                    let again = !self.remember(header.id);
+                    self.handle_body(now, header.rank, header.id, body, again);
                 }
+                Ok(None) => {}
+                Err(_) => self.rejected += 1,
             }
         }
         self.weigh_suspicion(now);
     }
 
-    fn handle_body(&mut self, now: Instant, rank: Rank, id: RecordId, body: Body) {
+    /// `again`: the record was read before. It changes nothing then, but the log that is read again is built from it.
+    fn handle_body(&mut self, now: Instant, rank: Rank, id: RecordId, body: Body, again: bool) {
+        let live_index = self.live_index();
+        if let Some(reread) = &mut self.reread {
+            reread.log.apply(rank, id, &body);
+            if id == self.me.join_id {
+                reread.due = Some(now + grace(RESTATE_GRACE, live_index));
+            }
+        }
+        if again {
+            return;
+        }
         match body {
-            Body::Join { world_size, protocol, endpoint } => {
-                self.handle_join(now, rank, id, (world_size, protocol, endpoint));
-            }
-            Body::Propose { epoch, members } => self.handle_propose(epoch, &members),
-            Body::Failed(fault) if rank != self.me.rank => {
-                let fault = if fault.reporter.is_none() { fault.reported_by(rank) } else { fault };
-                match self.state {
-                    State::Joining => self.fail(fault),
-                    _ if self.events.len() < EVENTS_MAX => self.events.push_back(ControlEvent::Failed(fault)),
-                    _ => {}
-                }
-            }
-            Body::Left if rank != self.me.rank => {
-                let detail = format!("{rank} left before the job had started; look at its output for the reason");
-                self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
+            Body::Join { world_size, protocol, .. } => self.handle_join(now, rank, id, (world_size, protocol), &body),
+            Body::Failed { author, fault } if id != self.me.join_id && author != self.me.join_id => {
+                self.handle_failed(rank, author, fault);
             }
             Body::Challenge => self.others.challenged(now, id),
             Body::Alive { challenge } => self.others.answered(challenge),
-            Body::Failed(_) | Body::Left => {}
+            _ => {
+                let change = self.log.apply(rank, id, &body);
+                self.handle_change(change);
+            }
         }
+        self.weigh_change(now);
     }
 
-    fn handle_join(&mut self, now: Instant, rank: Rank, id: RecordId, join: (u32, u16, Endpoint)) {
-        let (world_size, protocol, endpoint) = join;
+    fn handle_join(&mut self, now: Instant, rank: Rank, id: RecordId, join: (u32, u16), body: &Body) {
+        let (world_size, protocol) = join;
         self.others.settle();
         if protocol != PROTOCOL_VERSION {
-            return self.conflict(version_fault(rank, "protocol", protocol, PROTOCOL_VERSION));
+            return self.conflict(words::version(rank, "protocol", protocol, PROTOCOL_VERSION));
         }
         if world_size != self.me.world_size {
-            let detail = format!(
-                "{rank} joined job '{}' with world size {world_size}, but {} has world size {}: start all ranks with \
-                 the same world size",
-                self.me.job, self.me.rank, self.me.world_size
-            );
-            return self.conflict(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
+            return self.conflict(self.other_world_size(rank, world_size));
         }
         if rank.0 >= world_size {
             let detail = format!("{rank} joined a job of {world_size} ranks: ranks count from 0");
             return self.conflict(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
         }
-        if self.joins.get(&rank).is_some_and(|joined| joined.id != id) {
-            return self.conflict(self.taken_twice(rank));
-        }
-        if rank == self.me.rank && id == self.me.join_id {
-            self.seen_self_at.get_or_insert(now);
+        if id == self.me.join_id {
             self.others.seen_self(now);
         }
-        self.joins.insert(rank, Joined { id, endpoint });
-        if self.joins.len() == self.me.world_size as usize {
+        if self.log.apply(rank, id, body) == Change::RankTaken {
+            return self.conflict(self.taken_twice(rank));
+        }
+        if self.is_undecided() && self.log.candidates().len() == self.me.world_size as usize {
             self.complete_at.get_or_insert(now);
         }
     }
 
-    fn handle_propose(&mut self, epoch: Epoch, members: &[RecordId]) {
-        let valid = matches!(self.state, State::Joining)
-            && epoch == FIRST_EPOCH
-            && members.len() == self.me.world_size as usize
-            && members
-                .iter()
-                .zip(0..)
-                .all(|(id, rank)| self.joins.get(&Rank(rank)).is_some_and(|joined| joined.id == *id));
-        if !valid {
+    fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: Fault) {
+        let fault = if fault.reporter.is_none() { fault.reported_by(rank) } else { fault };
+        // Once there are members, who is none has no say: a newcomer that was not taken in, or one that was removed.
+        let view = self.log.view();
+        let has_say = match self.me.policy {
+            _ if view.epoch == Epoch(0) => true,
+            Policy::Fixed => view.member(author).is_some(),
+            Policy::Elastic { .. } => self.log.live().any(|member| member.id == author),
+        };
+        match self.state {
+            _ if !has_say => {}
+            State::Joining => self.fail(fault),
+            _ => self.tell(ControlEvent::Failed(fault)),
+        }
+    }
+
+    fn handle_change(&mut self, change: Change) {
+        match change {
+            Change::View => self.handle_view(),
+            Change::Gone(member, Departure::Left) if member.id != self.me.join_id => {
+                let rank = member.rank;
+                let detail = format!("{rank} left before the job had started; look at its output for the reason");
+                self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
+            }
+            Change::Gone(_, Departure::Suspected(by)) if matches!(self.state, State::Joining) => {
+                self.fail(self.removed(Some(by)));
+            }
+            Change::Diverged if matches!(self.state, State::Member) => {
+                self.tell(ControlEvent::Failed(self.diverged()));
+            }
+            _ => {}
+        }
+    }
+
+    fn handle_view(&mut self) {
+        let view = self.log.view();
+        let member = view.member(self.me.join_id).is_some();
+        match self.state {
+            State::Joining if member => self.state = State::Member,
+            State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed(None)),
+            State::Joining if self.me.policy == Policy::Fixed => self.fail(self.taken_twice(self.me.rank)),
+            State::Member if member => self.tell(ControlEvent::View(view.clone())),
+            State::Member => {
+                self.state = State::Removed;
+                self.tell(ControlEvent::Removed(self.removed(None)));
+            }
+            _ => {}
+        }
+        self.change_due_at = None;
+    }
+
+    /// Whether a next epoch is wanted, and since when.
+    fn weigh_change(&mut self, now: Instant) {
+        let Policy::Elastic { ranks_min } = self.me.policy else { return };
+        if !self.is_elastic_member() || !self.log.is_change_due() {
+            self.change_due_at = None;
             return;
         }
-        if members.get(self.me.rank.index()) != Some(&self.me.join_id) {
-            return self.fail(self.taken_twice(self.me.rank));
+        let next = self.log.next_members();
+        let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
+        if next.len() < ranks_min as usize {
+            self.change_due_at = None;
+        } else {
+            let due = if only_grows { now + GROW_GRACE } else { now };
+            let earlier = self.change_due_at.unwrap_or(due);
+            self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
         }
-        members.clone_into(&mut self.members);
-        let members = self.joins.values().map(|joined| joined.endpoint.clone()).collect();
-        self.state = State::Member(Membership { epoch, members });
+    }
+
+    fn is_elastic_member(&self) -> bool {
+        let elastic = matches!(self.me.policy, Policy::Elastic { .. });
+        elastic && matches!(self.state, State::Member) && !self.log.is_gone(self.me.join_id)
+    }
+
+    /// Whether the members of the first epoch are not known yet.
+    fn is_undecided(&self) -> bool {
+        matches!(self.state, State::Joining) && self.log.view().epoch == Epoch(0)
     }
 
     /// What stands in the log before the members were decided ends the job on every rank; later it is the affair of
     /// the rank that wrote it.
     fn conflict(&mut self, fault: Fault) {
-        if matches!(self.state, State::Joining) {
+        if self.is_undecided() {
             self.fail(fault);
         }
     }
@@ -325,21 +444,39 @@ impl Rendezvous {
         self.state = State::Failed(fault);
     }
 
+    fn tell(&mut self, event: ControlEvent) {
+        if self.events.len() < EVENTS_MAX {
+            self.events.push_back(event);
+        }
+    }
+
     fn append(&mut self, body: Body) {
         self.appends.push_back(Append { id: None, body });
     }
 
-    fn propose(&mut self, members: Vec<RecordId>) {
-        self.proposed = true;
-        self.append(Body::Propose { epoch: FIRST_EPOCH, members });
+    /// The log that was read again lacks our view: it was lost, and is written again as a whole.
+    fn restate(&mut self) {
+        let Some(reread) = self.reread.take() else { return };
+        if reread.log.view().epoch < self.log.view().epoch {
+            self.append(Body::Snapshot(self.log.snapshot()));
+        }
     }
 
-    fn propose_at(&self) -> Option<Instant> {
-        if self.proposed {
+    fn first_propose_at(&self) -> Option<Instant> {
+        if self.proposed || !self.is_undecided() {
             return None;
         }
         let ready = self.complete_at?.max(self.others.clear_at(ANSWER_MAX)?);
-        Some(ready + grace(PROPOSE_GRACE, self.me.rank))
+        Some(ready + grace(PROPOSE_GRACE, self.me.rank.0))
+    }
+
+    fn next_propose_at(&self) -> Option<Instant> {
+        Some(self.change_due_at? + grace(PROPOSE_GRACE, self.live_index()))
+    }
+
+    /// How many live members have a lower rank.
+    fn live_index(&self) -> u32 {
+        self.log.live().take_while(|member| member.id != self.me.join_id).count() as u32
     }
 
     /// Remembers a record's id. False if it was seen before.
@@ -357,94 +494,25 @@ impl Rendezvous {
         true
     }
 
+    /// The process that joined as this rank, and can be counted on.
+    fn joined(&self, rank: Rank) -> Option<&Member> {
+        self.log.next_members().into_iter().find(|member| member.rank == rank)
+    }
+
     /// If nothing of all the others verifies, it is this rank that has another secret. The others cannot conclude
     /// anything from *our* records: an outsider could write such ones, and must not be able to end a job. They name
     /// us when their deadline has passed.
     fn weigh_suspicion(&mut self, now: Instant) {
-        let others_joined = self.joins.keys().any(|rank| *rank != self.me.rank);
-        let all_unverified =
-            (0..self.me.world_size).map(Rank).all(|rank| rank == self.me.rank || self.unverified.contains(&rank));
-        if self.me.world_size > 1 && all_unverified && !others_joined {
-            self.suspect_at.get_or_insert(now + SUSPECT_GRACE);
-        } else {
-            self.suspect_at = None;
-        }
-    }
-
-    fn other_secret(&self) -> Fault {
-        let me = self.me.rank;
-        let detail = format!(
-            "no record of the other ranks of job '{}' verifies with the secret of {me}: give all ranks the same \
-             secret (the launcher makes one for each launch)",
-            self.me.job
-        );
-        Fault::new(FaultKind::SecretMismatch, detail).at(me)
-    }
-
-    fn name_taken(&self) -> Fault {
-        let detail = format!(
-            "a live job named '{}' is on this broker: end it, or give this job another name or namespace",
-            self.me.job
-        );
-        Fault::new(FaultKind::JobNameTaken, detail)
-    }
-
-    fn taken_twice(&self, rank: Rank) -> Fault {
-        let detail = format!(
-            "two processes joined job '{}' as {rank}: give each process its own rank, from 0 to {}",
-            self.me.job,
-            self.me.world_size - 1
-        );
-        Fault::new(FaultKind::WorldMismatch, detail).at(rank)
-    }
-
-    fn deadline_fault(&self) -> Fault {
-        let missing: Vec<Rank> =
-            (0..self.me.world_size).map(Rank).filter(|rank| !self.joins.contains_key(rank)).collect();
-        let seconds = self.deadline_after.as_secs_f64();
-        let Some(first) = missing.first() else {
-            let detail = format!(
-                "all {} ranks of job '{}' joined, but the members were not agreed on within {seconds} s: is the \
-                 broker overloaded?",
-                self.me.world_size, self.me.job
-            );
-            return Fault::new(FaultKind::DeadlineExceeded, detail);
-        };
-        let mut detail = format!(
-            "{} of {} ranks have not joined job '{}' within {seconds} s: {}; are they running, with the same job \
-             name, instance and broker?",
-            missing.len(),
-            self.me.world_size,
-            self.me.job,
-            list(&missing)
-        );
-        let other_secret: Vec<Rank> = missing.iter().copied().filter(|rank| self.unverified.contains(rank)).collect();
-        if !other_secret.is_empty() {
-            let records = format!(" Records came from {} that do not verify: another secret?", list(&other_secret));
-            detail.push_str(&records);
-        }
-        Fault::new(FaultKind::DeadlineExceeded, detail).at(*first)
+        let mut others = (0..self.me.world_size).map(Rank).filter(|rank| *rank != self.me.rank).peekable();
+        let all_unverified = others.peek().is_some()
+            && others.all(|rank| self.unverified.contains(&rank) && self.joined(rank).is_none());
+        self.suspect_at = all_unverified.then(|| self.suspect_at.unwrap_or(now + SUSPECT_GRACE));
     }
 }
 
 /// A delay that keeps ranks from doing the same thing at once.
-fn grace(each: Duration, rank: Rank) -> Duration {
-    each.saturating_mul(rank.0).min(GRACE_MAX)
-}
-
-fn version_fault(rank: Rank, what: &str, theirs: u16, ours: u16) -> Fault {
-    let detail =
-        format!("{rank} speaks {what} version {theirs}, this rank version {ours}: run the same gradwire on every rank");
-    Fault::new(FaultKind::ProtocolVersion, detail).at(rank)
-}
-
-/// Ranks for people: at most 16 of them.
-fn list(ranks: &[Rank]) -> String {
-    let mut text = ranks.iter().take(16).map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    if ranks.len() > 16 {
-        text.push_str(", ...");
-    }
-    text
+fn grace(each: Duration, index: u32) -> Duration {
+    each.saturating_mul(index).min(GRACE_MAX)
 }
 
 #[cfg(test)]

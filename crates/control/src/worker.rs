@@ -10,25 +10,23 @@ use std::time::Duration;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::FuturesOrdered;
-use gradwire_proto::{Fault, FaultKind};
+use gradwire_proto::membership::{Body, RecordId, View};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::job::JobConfig;
-use crate::link::{Link, LinkError, receipt, unique_name};
-use crate::record::{Body, Header, RECORD_VERSION, RecordId, RecordKey};
-use crate::rendezvous::{Append, ControlEvent, Me, Membership, Rendezvous};
-use crate::versions::Outbox;
+use crate::link::{Client, Link, LinkError, Position, Start, receipt, unique_name};
+use crate::outbox::{Item, Outbox, Publisher};
+use crate::record::{AuditKind, AuditRecord, Header, RECORD_VERSION, RecordKey};
+use crate::rendezvous::{Append, ControlEvent, Me, Policy, Rendezvous};
+use crate::snapshots;
+use crate::supervise::Backoff;
 
 /// How long opening a link may take.
 const OPEN_MAX: Duration = Duration::from_secs(10);
-/// Pause before a lost link is opened again: doubles from the first to the second.
-const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
-/// A link that held this long starts over with the shortest pause.
-const STEADY: Duration = Duration::from_secs(10);
-/// Pause after the broker refused a version record.
-const VERSIONS_PAUSE: Duration = Duration::from_secs(1);
+/// Pause after the broker refused a version or audit record.
+const PUBLISH_PAUSE: Duration = Duration::from_secs(1);
 /// How long the last words of a rank that could not join may take.
 const FAREWELL_MAX: Duration = Duration::from_millis(500);
 /// Most control records that wait for a receipt; further reports are dropped.
@@ -88,13 +86,22 @@ pub(crate) struct Worker {
     pub(crate) me: Me,
     pub(crate) deadline: Instant,
     pub(crate) deadline_after: Duration,
+    pub(crate) publisher: Publisher,
     pub(crate) outbox: Outbox,
-    pub(crate) reports: mpsc::Receiver<Fault>,
+    pub(crate) orders: mpsc::Receiver<Order>,
     /// Set when the owner leaves: by when.
     pub(crate) leave: watch::Receiver<Option<Instant>>,
     pub(crate) shared: Arc<Shared>,
     /// Takes the outcome of joining, once.
-    pub(crate) joined: SyncSender<Result<Membership, Fault>>,
+    pub(crate) joined: SyncSender<Result<View, Fault>>,
+}
+
+/// What the owner wants to be said.
+pub(crate) enum Order {
+    /// A fault that ends the job.
+    Report(Fault),
+    /// This rank is not counted on any more.
+    Suspect(Rank, String),
 }
 
 impl Worker {
@@ -107,6 +114,7 @@ impl Worker {
             worker: self,
             records: VecDeque::new(),
             sent: 0,
+            position: None,
             outcome_told: false,
             leaving: false,
         };
@@ -128,6 +136,8 @@ struct Running {
     /// Control records without a receipt, with their kinds; the first `sent` of them are on their way.
     records: VecDeque<(u16, Vec<u8>)>,
     sent: usize,
+    /// The last message of the control log that was read.
+    position: Option<Position>,
     outcome_told: bool,
     /// Set when the owner leaves; its Left record is queued then, and nothing after it.
     leaving: bool,
@@ -138,7 +148,7 @@ struct Done;
 
 impl Running {
     async fn supervise(mut self) {
-        let mut backoff = BACKOFF_MIN;
+        let mut backoff = Backoff::default();
         loop {
             let opened = Instant::now();
             let error = match self.open_and_drive().await {
@@ -148,16 +158,12 @@ impl Running {
             tracing::warn!(reason = error.reason, "the link to the broker is lost or could not be opened");
             self.worker.shared.links_lost.fetch_add(1, Ordering::Relaxed);
             self.link_lost();
-            if opened.elapsed() > STEADY {
-                backoff = BACKOFF_MIN;
-            }
-            let pause_end = Instant::now() + jittered(backoff);
+            let pause_end = Instant::now() + backoff.pause(opened.elapsed());
             if !self.outcome_told && (error.permanent || pause_end >= self.worker.deadline) {
-                self.tell(Err(error.into_fault(&self.worker.config.broker_url)));
+                self.tell(Err(error.into_fault(&self.worker.config.broker.url)));
                 return;
             }
             self.pause(pause_end).await;
-            backoff = (backoff * 2).min(BACKOFF_MAX);
         }
     }
 
@@ -168,9 +174,21 @@ impl Running {
         }
         let unique = random_id();
         let name = unique_name(&self.worker.me.instance, self.worker.me.rank.0, &unique[..8]);
-        let link = Link::open(&self.worker.config, &name, time_max).await?;
+        let config = &self.worker.config;
+        let client = Client::connect(&config.broker, time_max).await?;
+        // Members of a job whose members stay have the whole log to read: it is short.
+        let stored = match self.worker.me.policy {
+            Policy::Elastic { .. } => snapshots::latest(&client, config, &name, time_max).await?,
+            Policy::Fixed => None,
+        };
+        let start = stored.as_ref().map_or(Start::Earliest, |stored| Start::At(stored.position));
+        let link = Link::open(client, config, &name, start, time_max).await?;
         if !self.leaving {
             self.rendezvous.link_opened();
+            if let Some(stored) = stored {
+                let now = std::time::Instant::now();
+                self.rendezvous.handle_snapshot(now, stored.rank, stored.id, stored.snapshot);
+            }
         }
         self.drive(link).await
     }
@@ -185,15 +203,16 @@ impl Running {
     /// Serves over one link, until it is lost or there is nothing more to do.
     async fn drive(&mut self, mut link: Link) -> Result<Done, LinkError> {
         let mut receipts = Receipts::new();
-        let mut version_receipts = Receipts::new();
-        let mut versions_open_at: Option<Instant> = None;
+        let mut published = Receipts::new();
+        let mut publish_again_at: Option<Instant> = None;
         loop {
             self.collect();
             self.send_records(&mut link, &mut receipts).await?;
-            if versions_open_at.is_none() {
-                while let Some((key, payload)) = self.worker.outbox.next_to_send() {
-                    let sent = link.publish(key, payload).await?;
-                    version_receipts.push_back(Box::pin(receipt(sent)));
+            self.store_snapshot(&mut link, &mut published).await?;
+            if publish_again_at.is_none() {
+                while let Some(part) = self.worker.outbox.next_to_send() {
+                    let sent = link.publish(part).await?;
+                    published.push_back(Box::pin(receipt(sent)));
                 }
             }
             if let Some(Done) = self.settle(&mut link, &mut receipts).await {
@@ -201,30 +220,34 @@ impl Running {
             }
             let due = self.rendezvous.poll_timeout().map(Instant::from_std);
             tokio::select! {
-                message = link.next() => self.read(&message?),
+                message = link.next() => {
+                    let (position, message) = message?;
+                    self.position = Some(position);
+                    self.read(&message);
+                }
                 Some(received) = receipts.next() => {
                     received?;
                     self.records.pop_front();
                     self.sent -= 1;
                 }
-                Some(received) = version_receipts.next() => match received {
+                Some(received) = published.next() => match received {
                     Ok(()) => self.worker.outbox.settle(),
                     Err(error) => {
-                        tracing::warn!(reason = error.reason, "the broker did not take a version record");
-                        version_receipts = Receipts::new();
+                        tracing::warn!(reason = error.reason, "the broker did not take a version or audit record");
+                        published = Receipts::new();
                         self.worker.outbox.link_lost();
-                        versions_open_at = Some(Instant::now() + VERSIONS_PAUSE);
+                        publish_again_at = Some(Instant::now() + PUBLISH_PAUSE);
                     }
                 },
-                Some(record) = self.worker.outbox.take() => {
+                item = self.worker.outbox.take() => {
                     let Me { instance, rank, .. } = self.worker.me;
-                    self.worker.outbox.prepare(&record, &self.key, instance, rank, random_id());
+                    self.worker.outbox.prepare(&item, &self.key, (instance, rank), random_id);
                 }
-                Some(fault) = self.worker.reports.recv() => self.queue(None, &Body::Failed(fault)),
+                Some(order) = self.worker.orders.recv() => self.obey(order),
                 () = until(due) => self.rendezvous.handle_timeout(std::time::Instant::now()),
-                () = until(versions_open_at) => {
-                    link.reopen_versions(&self.worker.config).await?;
-                    versions_open_at = None;
+                () = until(publish_again_at) => {
+                    link.reopen_publishers(&self.worker.config).await?;
+                    publish_again_at = None;
                 }
                 _ = told_to_leave(&mut self.worker.leave), if !self.leaving => self.say_left(),
             }
@@ -237,9 +260,65 @@ impl Running {
             self.queue(id, &body);
         }
         while let Some(event) = self.rendezvous.poll_event() {
+            self.audit_event(&event);
             self.worker.shared.queue_event(event);
         }
         self.worker.shared.records_rejected.store(self.rendezvous.rejected(), Ordering::Relaxed);
+    }
+
+    /// Stores a snapshot of the membership where it is this rank's turn. Receipts are in the order of what is
+    /// published, so it goes out only while nothing else waits for one; without a receipt the next one replaces it.
+    async fn store_snapshot(&mut self, link: &mut Link, published: &mut Receipts) -> Result<(), LinkError> {
+        let Some(position) = self.position.filter(|_| published.is_empty()) else { return Ok(()) };
+        let Some(snapshot) = self.rendezvous.poll_snapshot() else { return Ok(()) };
+        let Me { instance, rank, .. } = self.worker.me;
+        let header = Header { version: RECORD_VERSION, kind: snapshots::KIND, instance, id: random_id(), rank };
+        let body = snapshots::encode(position, snapshot);
+        if !RecordKey::fits(&body) {
+            tracing::warn!(bytes = body.len(), "a snapshot of the membership is too large to be stored");
+            return Ok(());
+        }
+        receipt(link.store_snapshot(self.key.seal(header, &body)).await?).await
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Report(fault) => self.report(fault),
+            Order::Suspect(rank, reason) => {
+                self.audit(AuditRecord::now(AuditKind::Suspected, reason.clone()).about(rank));
+                self.rendezvous.suspect(rank, reason);
+            }
+        }
+    }
+
+    fn report(&mut self, fault: Fault) {
+        self.audit(AuditRecord::now(AuditKind::Failed, fault.to_string()));
+        let author = self.worker.me.join_id;
+        self.queue(None, &Body::Failed { author, fault });
+    }
+
+    fn audit(&self, record: AuditRecord) {
+        let record = record.at(self.epoch(), Step(0));
+        if !self.worker.publisher.publish(Item::Audit(record)) {
+            tracing::warn!("an audit record was dropped: too many wait for the broker");
+        }
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.rendezvous.outcome().and_then(Result::ok).map_or(Epoch(0), |view| view.epoch)
+    }
+
+    fn audit_event(&self, event: &ControlEvent) {
+        match event {
+            ControlEvent::View(view) => {
+                let ranks: Vec<String> = view.members.iter().map(|member| member.rank.0.to_string()).collect();
+                self.audit(AuditRecord::now(AuditKind::Epoch, format!("members: {}", ranks.join(", "))));
+            }
+            ControlEvent::Removed(fault) => {
+                self.audit(AuditRecord::now(AuditKind::Left, fault.detail.clone()).about(self.worker.me.rank));
+            }
+            ControlEvent::Failed(_) => {}
+        }
     }
 
     fn read(&mut self, message: &[u8]) {
@@ -275,8 +354,9 @@ impl Running {
             && let Some(outcome) = self.rendezvous.outcome()
         {
             let outcome = outcome.cloned().map_err(Clone::clone);
-            if let Err(fault) = &outcome {
-                self.say_farewell(link, receipts, fault).await;
+            match &outcome {
+                Ok(_) => self.audit_joined(),
+                Err(fault) => self.say_farewell(link, receipts, fault).await,
             }
             let failed = outcome.is_err();
             self.tell(outcome);
@@ -289,24 +369,49 @@ impl Running {
     }
 
     fn say_left(&mut self) {
-        while let Ok(fault) = self.worker.reports.try_recv() {
-            self.queue(None, &Body::Failed(fault));
+        while let Ok(order) = self.worker.orders.try_recv() {
+            self.obey(order);
         }
-        self.queue(None, &Body::Left);
+        while let Some(Append { id, body }) = self.rendezvous.poll_append() {
+            self.queue(id, &body);
+        }
+        self.audit(AuditRecord::now(AuditKind::Left, "in good order").about(self.worker.me.rank));
+        self.queue(None, &Body::Left { author: self.worker.me.join_id });
+        self.worker.outbox.hurry();
         self.leaving = true;
+    }
+
+    fn audit_joined(&self) {
+        let Me { rank, endpoint, join_id, .. } = &self.worker.me;
+        let addresses: Vec<String> = endpoint.addresses.iter().map(ToString::to_string).collect();
+        let detail = format!(
+            "host '{}', process {}, addresses {}, identity {}",
+            endpoint.hostname,
+            std::process::id(),
+            addresses.join(" "),
+            gradwire_proto::secret::hex(join_id)
+        );
+        self.audit(AuditRecord::now(AuditKind::Joined, detail).about(*rank));
     }
 
     /// Joining failed: what the others cannot read from the log themselves is said, and that we are gone.
     async fn say_farewell(&mut self, link: &mut Link, receipts: &mut Receipts, fault: &Fault) {
+        let Me { instance, rank, join_id, .. } = self.worker.me;
         if fault.kind == FaultKind::DeadlineExceeded && fault.reporter.is_none() {
-            self.queue(None, &Body::Failed(fault.clone()));
+            self.queue(None, &Body::Failed { author: join_id, fault: fault.clone() });
         }
-        self.queue(None, &Body::Left);
+        self.queue(None, &Body::Left { author: join_id });
+        let refused = AuditRecord::now(AuditKind::Refused, fault.to_string()).about(rank);
+        let item = (Item::Audit(refused), 0);
+        self.worker.outbox.prepare(&item, &self.key, (instance, rank), random_id);
         let _ = timeout(FAREWELL_MAX, self.deliver(link, receipts)).await;
     }
 
     async fn deliver(&mut self, link: &mut Link, receipts: &mut Receipts) -> Result<(), LinkError> {
         self.send_records(link, receipts).await?;
+        while let Some(part) = self.worker.outbox.next_to_send() {
+            receipts.push_back(Box::pin(receipt(link.publish(part).await?)));
+        }
         while let Some(received) = receipts.next().await {
             received?;
         }
@@ -314,7 +419,7 @@ impl Running {
         Ok(())
     }
 
-    fn tell(&mut self, outcome: Result<Membership, Fault>) {
+    fn tell(&mut self, outcome: Result<View, Fault>) {
         self.outcome_told = true;
         let _ = self.worker.joined.try_send(outcome);
     }
@@ -323,7 +428,7 @@ impl Running {
     async fn pause(&mut self, end: Instant) {
         loop {
             tokio::select! {
-                Some(fault) = self.worker.reports.recv() => self.queue(None, &Body::Failed(fault)),
+                Some(order) = self.worker.orders.recv() => self.obey(order),
                 () = sleep_until(end) => return,
             }
         }
@@ -341,12 +446,6 @@ async fn until(time: Option<Instant>) {
         Some(time) => sleep_until(time).await,
         None => std::future::pending().await,
     }
-}
-
-/// Between one and one and a half of the pause, so that ranks do not come back all at once.
-fn jittered(pause: Duration) -> Duration {
-    let [byte, ..] = random_id();
-    pause + pause / 2 * u32::from(byte) / 255
 }
 
 /// A new id. Where the system gives no randomness the ids repeat, and readers take records for known ones: so this

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::*;
-use gradwire_control::{ControlEvent, ControlPlane, JobConfig, read_versions};
+use gradwire_control::{ControlEvent, ControlPlane, JobConfig, VersionQuery, read_versions};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret};
 
 fn faults(joined: Vec<Joined>) -> Vec<Fault> {
@@ -25,9 +25,9 @@ fn one_to_eight_ranks_agree_on_the_members() {
         for joined in join_all(requests) {
             let (plane, membership) = joined.expect("a member");
             assert_eq!(membership.epoch, Epoch(1));
-            let names: Vec<_> = membership.members.iter().map(|member| member.hostname.clone()).collect();
+            let names: Vec<_> = membership.members.iter().map(|member| member.endpoint.hostname.clone()).collect();
             assert_eq!(names, (0..world_size).map(|rank| format!("host-{rank}")).collect::<Vec<_>>());
-            plane.leave(PATIENCE);
+            plane.leave(PATIENCE).unwrap();
         }
     }
 }
@@ -39,7 +39,7 @@ fn a_job_can_be_launched_again_at_once_after_it_left() {
     for launch in 1..4 {
         let config = job(broker.url(), &name, launch);
         for plane in planes(join_all((0..2).map(|rank| request(&config, rank, 2)).collect())) {
-            plane.leave(PATIENCE);
+            plane.leave(PATIENCE).unwrap();
         }
     }
 }
@@ -107,7 +107,7 @@ fn a_second_job_of_the_same_name_gives_way() {
         assert!(fault.detail.contains(&name), "{fault}");
     }
     // The first is unharmed: its versions still arrive.
-    assert!(members[0].publish_version(version(0, 1, 1)));
+    members[0].publish_version(version(0, 1, 1)).unwrap();
     members[0].flush(PATIENCE).unwrap();
     assert!(members.iter().all(|member| member.event().is_none()));
 }
@@ -138,20 +138,21 @@ fn version_records_are_published_in_order_and_read_back() {
     // The second is larger than one message may be.
     let records = [version(0, 1, 10), version(0, 2, 250_000), version(0, 3, 0)];
     for record in &records {
-        assert!(members[0].publish_version(record.clone()));
+        members[0].publish_version(record.clone()).unwrap();
     }
     members[0].flush(PATIENCE).unwrap();
-    assert_eq!(read_versions(&config, PATIENCE).unwrap(), records);
+    assert_eq!(all_versions(&config), records);
     // Who does not know the secret reads nothing.
     let stranger = JobConfig { secret: Secret::from_bytes([9; 32]), ..config };
-    assert_eq!(read_versions(&stranger, PATIENCE).unwrap(), []);
+    let read = read_versions(&stranger, &VersionQuery::default(), PATIENCE).unwrap();
+    assert_eq!((read.records, read.rejected), (vec![], 5));
 }
 
 #[test]
 fn a_job_without_versions_reads_none() {
     let broker = test_broker();
     let config = job(broker.url(), &unique("none"), 1);
-    assert_eq!(read_versions(&config, PATIENCE).unwrap(), []);
+    assert_eq!(all_versions(&config), []);
 }
 
 #[test]

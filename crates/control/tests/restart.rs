@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::client::{client, earliest, producer, reader};
 use common::*;
 use futures::StreamExt;
-use gradwire_control::{ControlPlane, JobConfig, read_versions};
+use gradwire_control::{ControlPlane, Token, Topic};
 use gradwire_proto::{Fault, FaultKind};
 
 /// How long ranks wait for each other and for a broker that restarts: Apache Pulsar takes a while.
@@ -24,7 +24,7 @@ fn a_broker_that_restarts_while_ranks_join_delays_them_only() {
     let [first, second] = requests;
     let waiting = std::thread::spawn(move || ControlPlane::join(first));
     // The first rank is at the broker when it goes away, perhaps with the log.
-    eventually("the first Join", || (!log(&broker, &config.control_topic()).is_empty()).then_some(()));
+    eventually("the first Join", || (!log(&broker, &config.topic(Topic::Control)).is_empty()).then_some(()));
     broker.kill();
     broker.start();
     let second = ControlPlane::join(second).expect("a member");
@@ -40,12 +40,12 @@ fn a_broker_that_restarts_after_joining_gets_the_versions_later() {
     broker.kill();
     eventually("the lost link", || (members[0].links_lost() > 0).then_some(()));
     for step in 0..5 {
-        assert!(members[0].publish_version(version(0, step, 3)), "nothing waits for the broker");
+        members[0].publish_version(version(0, step, 3)).expect("nothing waits for the broker");
     }
     assert_eq!(members[0].flush(Duration::ZERO).unwrap_err().kind, FaultKind::DeadlineExceeded);
     broker.start();
     members[0].flush(PATIENCE).unwrap();
-    let steps: Vec<_> = read_versions(&config, PATIENCE).unwrap().iter().map(|record| record.step.0).collect();
+    let steps: Vec<_> = all_versions(&config).iter().map(|record| record.step.0).collect();
     assert_eq!(steps, [0, 1, 2, 3, 4]);
     // The control log works again too.
     members[1].report(&Fault::new(FaultKind::Cancelled, "enough"));
@@ -59,14 +59,14 @@ fn a_dead_job_of_the_same_name_does_not_stand_in_the_way() {
     let dead = job(broker.url(), &name, 1);
     // Processes that are killed: their Joins are in the log, but no Left, and nobody answers.
     let members = planes(join_all((0..2).map(|rank| request(&dead, rank, 2)).collect()));
-    let before = log(&broker, &dead.control_topic());
+    let before = log(&broker, &dead.topic(Topic::Control));
     broker.kill();
     drop(members);
     broker.start();
     // A broker that holds its topics in memory has lost them.
-    let kept = log(&broker, &dead.control_topic()).len();
+    let kept = log(&broker, &dead.topic(Topic::Control)).len();
     assert!(kept == 0 || kept == before.len(), "{kept} of {} records are left", before.len());
-    append(&broker, &dead.control_topic(), &before[kept..]);
+    append(&broker, &dead.topic(Topic::Control), &before[kept..]);
     let next = job(broker.url(), &name, 2);
     assert_eq!(planes(join_all((0..2).map(|rank| request(&next, rank, 2)).collect())).len(), 2);
 }
@@ -77,12 +77,14 @@ fn a_wrong_or_missing_token_is_refused_and_the_right_one_admitted() {
     let right = broker.token().expect("it asks for one");
     let config = job(broker.url(), "token", 1);
     for token in [None, Some(String::new()), Some(format!("{right}x")), Some("another".to_owned())] {
-        let config = JobConfig { broker_token: token, ..config.clone() };
+        let mut config = config.clone();
+        config.broker.token = token.map(Token::Text);
         let fault = ControlPlane::join(request(&config, 0, 1)).expect_err("not admitted");
         assert_eq!(fault.kind, FaultKind::BrokerUnreachable, "{fault}");
         assert!(fault.detail.contains("token") && fault.detail.contains(broker.url()), "{fault}");
     }
-    let config = JobConfig { broker_token: Some(right.to_owned()), ..config };
+    let mut config = config;
+    config.broker.token = Some(Token::Text(right.to_owned()));
     ControlPlane::join(request(&config, 0, 1)).expect("admitted");
 }
 

@@ -63,11 +63,17 @@ pub enum FaultKind {
     Closed = 24,
     /// The operating system refused something.
     System = 25,
+    /// The others went on without this rank.
+    Removed = 26,
+    /// The control log was lost, and ranks had gone on with different members.
+    Diverged = 27,
+    /// Commits could not be published within their bound.
+    Unrecorded = 28,
 }
 
 impl FaultKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 28] = [
         Self::InvalidArgument,
         Self::UndeclaredTensor,
         Self::TensorBusy,
@@ -93,6 +99,9 @@ impl FaultKind {
         Self::Cancelled,
         Self::Closed,
         Self::System,
+        Self::Removed,
+        Self::Diverged,
+        Self::Unrecorded,
     ];
 
     /// The kind with this code.

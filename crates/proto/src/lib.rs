@@ -18,6 +18,7 @@ pub mod ids;
 pub mod limits;
 pub mod manifest;
 pub mod member;
+pub mod membership;
 pub mod plan;
 pub mod secret;
 pub mod session;

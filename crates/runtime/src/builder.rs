@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{ControlEvent, ControlPlane, JobConfig, JobName, JoinRequest};
+use gradwire_control::{COMMIT_INTERVAL_DEFAULT, ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy};
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
 use gradwire_proto::limits::STEPS_MAX;
@@ -19,6 +19,7 @@ use crate::driver::Driver;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, Identity};
+use crate::retained::Retained;
 use crate::types::{Integrity, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
@@ -34,24 +35,21 @@ pub struct Builder {
     wire: WireFormat,
     integrity: Integrity,
     deadline: Duration,
+    commit_interval: Duration,
+    retain_steps: usize,
     first_step: Step,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
-    /// all) and `GRADWIRE_DEADLINE_MS` as defaults.
+    /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS` and `GRADWIRE_RETAIN_STEPS` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
     pub fn from_env() -> Result<Self, Fault> {
-        let deadline = match variable("GRADWIRE_DEADLINE_MS") {
-            None => DEADLINE_DEFAULT,
-            Some(text) => text
-                .parse::<std::num::NonZeroU64>()
-                .map(|number| Duration::from_millis(number.get()))
-                .map_err(|_| wrong("GRADWIRE_DEADLINE_MS", &text, "a number of milliseconds, at least 1"))?,
-        };
+        let deadline = milliseconds("GRADWIRE_DEADLINE_MS", 1)?.unwrap_or(DEADLINE_DEFAULT);
+        let commit_interval = milliseconds("GRADWIRE_COMMIT_INTERVAL_MS", 0)?.unwrap_or(COMMIT_INTERVAL_DEFAULT);
         let transport = match variable("GRADWIRE_TRANSPORT") {
             None => TransportChoice::default(),
             Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_TRANSPORT", &text, "auto, shm or tcp"))?,
@@ -65,8 +63,13 @@ impl Builder {
             Some("all") => Integrity::All,
             Some(text) => return Err(wrong("GRADWIRE_INTEGRITY", text, "links or all")),
         };
+        let retain_steps = match variable("GRADWIRE_RETAIN_STEPS") {
+            None => 0,
+            Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_RETAIN_STEPS", &text, "a number of steps"))?,
+        };
         let place = crate::env::from_process(deadline)?;
-        Ok(Self { place: Some(place), transport, wire, integrity, deadline, first_step: Step(0) })
+        let place = Some(place);
+        Ok(Self { place, transport, wire, integrity, deadline, commit_interval, retain_steps, first_step: Step(0) })
     }
 
     /// Which links to use between ranks.
@@ -98,6 +101,23 @@ impl Builder {
         self
     }
 
+    /// Commits that follow each other within this time share a version record: 100 ms by default; zero writes one for
+    /// each commit.
+    #[must_use]
+    pub const fn commit_interval(mut self, interval: Duration) -> Self {
+        self.commit_interval = interval;
+        self
+    }
+
+    /// Keeps the results of this many steps, for ranks that ask for copies over the broker: because a link to the owner
+    /// spoils them again and again, or because they were not there when they were made. None by default: it takes one
+    /// copy of each result, and memory for all results of so many steps.
+    #[must_use]
+    pub const fn retain_steps(mut self, steps: usize) -> Self {
+        self.retain_steps = steps;
+        self
+    }
+
     /// The step that operations and commits count from: that of the checkpoint in a resumed job. Must be the same on
     /// every rank.
     #[must_use]
@@ -126,9 +146,10 @@ impl Builder {
         let (control, epoch, members) = if place.world_size == 1 {
             (None, Epoch(1), vec![listeners.endpoint().clone()])
         } else {
-            let request = join_request(&place, &listeners, self.deadline)?;
-            let (control, membership) = ControlPlane::join(request)?;
-            (Some(Arc::new(control)), membership.epoch, membership.members)
+            let request = join_request(&place, &listeners, self.deadline, self.commit_interval)?;
+            let (control, view) = ControlPlane::join(request)?;
+            let members = view.members.into_iter().map(|member| member.endpoint).collect();
+            (Some(Arc::new(control)), view.epoch, members)
         };
         let hello = HelloParams {
             secret: place.secret.clone(),
@@ -163,6 +184,7 @@ impl Builder {
             job: hello.job,
             first_step: self.first_step,
             timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
+            copies: self.retain_steps > 0 && control.is_some(),
         };
         self.assemble(config, Box::new(links), control, Some(guard), crowded)
     }
@@ -184,14 +206,25 @@ impl Builder {
             deadline: self.deadline,
             first_step: self.first_step,
         };
-        let engine = Engine::new(EngineConfig { session: config, integrity: self.integrity }, transport);
+        let retained = config.copies.then(|| Arc::new(Retained::new(config.epoch, self.retain_steps)));
+        if let (Some(control), Some(retained)) = (&control, &retained) {
+            control.hold_copies(retained.clone())?;
+        }
+        let engine = EngineConfig { session: config, integrity: self.integrity, retained };
+        let engine = Engine::new(engine, transport);
         let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
         Group::new(identity, driver, thread, control, guard)
     }
 
-    /// A group over links that a test made: no place, no broker.
+    /// A group over links that a test made: no place.
     #[cfg(test)]
-    pub(crate) fn over(self, rank: u32, world_size: u32, transport: Box<dyn Transport>) -> Result<Group, Fault> {
+    pub(crate) fn over(
+        self,
+        rank: u32,
+        world_size: u32,
+        transport: Box<dyn Transport>,
+        control: Option<Arc<ControlPlane>>,
+    ) -> Result<Group, Fault> {
         let timing = Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() };
         let config = SessionConfig {
             rank: gradwire_proto::Rank(rank),
@@ -200,8 +233,9 @@ impl Builder {
             job: JobTag([7; 16]),
             first_step: self.first_step,
             timing,
+            copies: self.retain_steps > 0 && control.is_some(),
         };
-        self.assemble(config, transport, None, None, true)
+        self.assemble(config, transport, control, None, true)
     }
 
     /// Defaults, for [`Builder::over`].
@@ -212,7 +246,10 @@ impl Builder {
             transport: TransportChoice::Auto,
             wire: WireFormat::Fp32,
             integrity: Integrity::Links,
-            deadline: Duration::from_secs(10),
+            // Machines that run tests are busy ones.
+            deadline: Duration::from_secs(60),
+            commit_interval: COMMIT_INTERVAL_DEFAULT,
+            retain_steps: 0,
             first_step: Step(0),
         }
     }
@@ -229,19 +266,26 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn join_request(place: &Place, listeners: &Listeners, deadline: Duration) -> Result<JoinRequest, Fault> {
+fn join_request(
+    place: &Place,
+    listeners: &Listeners,
+    deadline: Duration,
+    commit_interval: Duration,
+) -> Result<JoinRequest, Fault> {
     let broker = place.broker.clone().ok_or_else(|| {
         Fault::new(FaultKind::BrokerUnreachable, "no broker was given: set GRADWIRE_BROKER to its URL on every rank")
     })?;
-    let job = JobName::new(place.job.as_str())?;
-    let mut config = JobConfig::new(job, place.instance, place.secret.clone(), broker.url);
-    config.broker_token = broker.token;
+    let mut config = JobConfig::new(place.job.clone(), place.instance, place.secret.clone(), broker);
+    config.model_version.clone_from(&place.model_version);
+    config.tenant.clone_from(&place.tenant);
     Ok(JoinRequest {
         config,
         rank: place.rank,
         world_size: place.world_size,
+        policy: Policy::Fixed,
         endpoint: listeners.endpoint().clone(),
         deadline,
+        commit_interval,
     })
 }
 
@@ -263,6 +307,14 @@ fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// A number of milliseconds from the environment.
+fn milliseconds(name: &str, least: u64) -> Result<Option<Duration>, Fault> {
+    let Some(text) = variable(name) else { return Ok(None) };
+    let number = text.parse::<u64>().ok().filter(|number| *number >= least);
+    let expected = format!("a number of milliseconds, at least {least}");
+    number.map(|number| Some(Duration::from_millis(number))).ok_or_else(|| wrong(name, &text, &expected))
 }
 
 fn wrong(name: &str, value: &str, expected: &str) -> Fault {

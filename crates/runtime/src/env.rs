@@ -12,7 +12,10 @@
 //! | `GRADWIRE_INSTANCE` | this run of it: 32 hexadecimal digits |
 //! | `GRADWIRE_SECRET`, `GRADWIRE_SECRET_FILE` | the secret: 64 hexadecimal digits, or a file with them |
 //! | `GRADWIRE_BROKER` | the broker's URL |
-//! | `GRADWIRE_BROKER_TOKEN`, `GRADWIRE_BROKER_TOKEN_FILE` | what to show to it |
+//! | `GRADWIRE_BROKER_TOKEN`, `GRADWIRE_BROKER_TOKEN_FILE` | what to show to it; the file is read again at each connection |
+//! | `GRADWIRE_BROKER_CA` | PEM file with the certificates to trust, for a broker with TLS |
+//! | `GRADWIRE_TENANT` | Pulsar tenant of the job's topics: `public` if not set |
+//! | `GRADWIRE_MODEL_VERSION` | version of the model: its jobs have a namespace of their own, `<job>.<version>` |
 //! | `GRADWIRE_ADDRESS`, `GRADWIRE_INTERFACE` | where this rank is reached by other hosts |
 
 mod handover;
@@ -25,7 +28,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::fs::MetadataExt as _;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{BrokerConfig, EmbeddedBroker};
+use gradwire_control::{BrokerAccess, BrokerConfig, EmbeddedBroker, JobName, ModelVersion, Token};
 use gradwire_proto::secret::hex;
 use gradwire_proto::{Fault, FaultKind, Rank, Secret};
 
@@ -33,8 +36,6 @@ use handover::{Exchange, Handover, Published};
 use position::Position;
 use process::ProcessName;
 
-/// Longest job name, in bytes.
-pub const JOB_NAME_BYTES_MAX: usize = 100;
 /// Largest file with a secret or token, in bytes.
 const SECRET_FILE_BYTES_MAX: u64 = 4096;
 
@@ -95,20 +96,40 @@ pub fn seat(variables: Variables<'_>) -> Result<Seat, Fault> {
     Ok(Seat { rank, world_size, launcher })
 }
 
-/// Where the broker is.
-#[derive(Clone, PartialEq, Eq)]
-pub struct BrokerPlace {
-    /// Its URL: `pulsar://host:port` or `pulsar+ssl://host:port`.
-    pub url: String,
-    /// What to show to it.
-    pub token: Option<String>,
+/// The secret that `GRADWIRE_SECRET` holds or `GRADWIRE_SECRET_FILE` names, if there is one.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the variable, when the file cannot be read or it is no secret.
+pub fn secret(variables: Variables<'_>) -> Result<Option<Secret>, Fault> {
+    let Some((text, source)) = text_or_file(variables, "GRADWIRE_SECRET")? else { return Ok(None) };
+    // Never with the text itself: it may be a secret with a typing error.
+    let wrong = || {
+        let text = format!("{source} is not a secret of 64 hexadecimal digits: `gradwire secret` makes one");
+        Fault::new(FaultKind::InvalidArgument, text)
+    };
+    Secret::from_hex(&text).map(Some).ok_or_else(wrong)
 }
 
-impl fmt::Debug for BrokerPlace {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let token = if self.token.is_some() { "Some(..)" } else { "None" };
-        f.debug_struct("BrokerPlace").field("url", &self.url).field("token", &format_args!("{token}")).finish()
-    }
+/// The broker that `GRADWIRE_BROKER` names, if there is one, with its token and the certificates to trust.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the variable, when it is no URL or a file cannot be read.
+pub fn broker(variables: Variables<'_>) -> Result<Option<BrokerAccess>, Fault> {
+    let Some(url) = variables("GRADWIRE_BROKER") else { return Ok(None) };
+    check_url(&url)?;
+    access(url, variables).map(Some)
+}
+
+/// How to reach the broker at this URL, with what the environment says of tokens and certificates.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the file that cannot be read.
+pub fn access(url: String, variables: Variables<'_>) -> Result<BrokerAccess, Fault> {
+    let text = variables("GRADWIRE_BROKER_TOKEN").map(|text| Token::Text(text.trim().to_owned()));
+    let token = text.or_else(|| Some(Token::File(variables("GRADWIRE_BROKER_TOKEN_FILE")?.into())));
+    // What cannot be read now could not be read later either.
+    token.as_ref().map(Token::read).transpose()?;
+    Ok(BrokerAccess { url, token, trust: variables("GRADWIRE_BROKER_CA").map(Into::into) })
 }
 
 /// A process's place in the job.
@@ -122,14 +143,18 @@ pub struct Place {
     pub local_rank: u32,
     /// How many on this host, as far as the launcher says; where it says nothing, as many as there are.
     pub local_world_size: u32,
-    /// The job's name: at most [`JOB_NAME_BYTES_MAX`] of letters, digits, `.`, `_` and `-`.
-    pub job: String,
+    /// The job's name.
+    pub job: JobName,
+    /// The version of the model that it trains, if somebody said so.
+    pub model_version: Option<ModelVersion>,
+    /// Pulsar tenant of its topics.
+    pub tenant: String,
     /// This run of the job: the same on all ranks, and another each time.
     pub instance: [u8; 16],
     /// What ranks prove to each other that they know.
     pub secret: Secret,
     /// Where the broker is. None only in a job of one rank, which needs none.
-    pub broker: Option<BrokerPlace>,
+    pub broker: Option<BrokerAccess>,
     /// What started this process.
     pub launcher: Launcher,
     /// The address under which other hosts reach this rank, if somebody said so.
@@ -196,7 +221,9 @@ pub fn discover(variables: Variables<'_>, wait: Duration) -> Result<Place, Fault
         world_size: position.world_size,
         local_rank: position.local_rank,
         local_world_size: position.local_world_size,
-        job: given.job.unwrap_or_else(|| format!("job-{}", hex(&settled.instance[..4]))),
+        job: given.job.map_or_else(|| JobName::new(format!("job-{}", hex(&settled.instance[..4]))), Ok)?,
+        model_version: given.model_version,
+        tenant: given.tenant,
         instance: settled.instance,
         secret: settled.secret,
         broker: settled.broker,
@@ -209,10 +236,12 @@ pub fn discover(variables: Variables<'_>, wait: Duration) -> Result<Place, Fault
 
 /// What the environment says beside the place.
 struct Given {
-    job: Option<String>,
+    job: Option<JobName>,
+    model_version: Option<ModelVersion>,
+    tenant: String,
     instance: Option<[u8; 16]>,
     secret: Option<Secret>,
-    broker: Option<BrokerPlace>,
+    broker: Option<BrokerAccess>,
     address: Option<IpAddr>,
     interface: Option<String>,
 }
@@ -221,38 +250,23 @@ struct Given {
 struct Settled {
     instance: [u8; 16],
     secret: Secret,
-    broker: Option<BrokerPlace>,
+    broker: Option<BrokerAccess>,
     guard: Guard,
 }
 
 impl Given {
     fn read(variables: Variables<'_>) -> Result<Self, Fault> {
-        let job = variables("GRADWIRE_JOB");
-        if let Some(job) = &job {
-            check_job_name(job)?;
-        }
+        let job = variables("GRADWIRE_JOB").map(JobName::new).transpose()?;
+        let model_version = variables("GRADWIRE_MODEL_VERSION").map(ModelVersion::new).transpose()?;
+        let tenant = variables("GRADWIRE_TENANT").unwrap_or_else(|| "public".to_owned());
+        check_tenant(&tenant)?;
         let instance = match variables("GRADWIRE_INSTANCE") {
             None => None,
             Some(text) => Some(unhex(text.trim()).ok_or_else(|| {
                 Fault::new(FaultKind::InvalidArgument, "GRADWIRE_INSTANCE is not 32 hexadecimal digits: unset it")
             })?),
         };
-        let secret = match text_or_file(variables, "GRADWIRE_SECRET")? {
-            None => None,
-            // Never with the text itself: it may be a secret with a typing error.
-            Some((text, source)) => Some(Secret::from_hex(&text).ok_or_else(|| {
-                let text = format!("{source} is not a secret of 64 hexadecimal digits: `gradwire secret` makes one");
-                Fault::new(FaultKind::InvalidArgument, text)
-            })?),
-        };
-        let broker = match variables("GRADWIRE_BROKER") {
-            None => None,
-            Some(url) => {
-                check_url(&url)?;
-                let token = text_or_file(variables, "GRADWIRE_BROKER_TOKEN")?.map(|(token, _)| token);
-                Some(BrokerPlace { url, token })
-            }
-        };
+        let (secret, broker) = (secret(variables)?, broker(variables)?);
         let address = match variables("GRADWIRE_ADDRESS") {
             None => None,
             Some(text) => Some(text.trim().parse().map_err(|_| {
@@ -260,7 +274,16 @@ impl Given {
                 Fault::new(FaultKind::InvalidArgument, text)
             })?),
         };
-        Ok(Self { job, instance, secret, broker, address, interface: variables("GRADWIRE_INTERFACE") })
+        Ok(Self {
+            job,
+            model_version,
+            tenant,
+            instance,
+            secret,
+            broker,
+            address,
+            interface: variables("GRADWIRE_INTERFACE"),
+        })
     }
 
     /// Completes what was given, together with the other ranks where that takes it.
@@ -307,7 +330,7 @@ impl Given {
                 let broker = EmbeddedBroker::start(config)?;
                 let url = broker.url().to_owned();
                 guard.broker = Some(broker);
-                BrokerPlace { url, token: Some(token) }
+                BrokerAccess::new(url).with_token(Token::Text(token))
             }
         };
         let handover = Handover { world_size: position.world_size, instance, secret, broker };
@@ -324,12 +347,12 @@ impl Given {
             format!("parent {parent} of {start}")
         };
         let session = position.session.clone().unwrap_or_else(parent);
-        format!("{}\n{}\n{session}", position.launcher, self.job.as_deref().unwrap_or_default())
+        format!("{}\n{}\n{session}", position.launcher, self.job.as_ref().map(JobName::as_str).unwrap_or_default())
     }
 
     /// An instance that all ranks compute alike, from what only they know and what the launcher calls the run.
     fn derive_instance(&self, secret: &Secret, position: &Position) -> [u8; 16] {
-        let job = self.job.as_deref().unwrap_or_default();
+        let job = self.job.as_ref().map(JobName::as_str).unwrap_or_default();
         let session = position.session.as_deref().unwrap_or_default();
         let digest = secret.proof("instance", &[job.as_bytes(), session.as_bytes()]);
         let mut instance = [0; 16];
@@ -358,22 +381,14 @@ impl Given {
     }
 }
 
-/// Checks a job's name: it becomes part of topic names.
-///
-/// # Errors
-/// [`FaultKind::InvalidArgument`] when it is empty, longer than [`JOB_NAME_BYTES_MAX`], holds anything but ASCII
-/// letters, digits, `.`, `_` and `-`, or `-partition-`, which has a meaning to Pulsar.
-pub fn check_job_name(name: &str) -> Result<(), Fault> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if name.is_empty() || name.len() > JOB_NAME_BYTES_MAX || !name.chars().all(allowed) || name.contains("-partition-")
-    {
-        let text = format!(
-            "'{name}' is no name for a job: it takes 1 to {JOB_NAME_BYTES_MAX} letters, digits, '.', '_' and '-', \
-             without '-partition-'"
-        );
-        return Err(Fault::new(FaultKind::InvalidArgument, text));
+/// A tenant becomes part of topic names.
+fn check_tenant(name: &str) -> Result<(), Fault> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '=' | ':' | '.' | '_');
+    if !name.is_empty() && name.len() <= 100 && name.chars().all(allowed) {
+        return Ok(());
     }
-    Ok(())
+    let text = format!("GRADWIRE_TENANT is '{}': expected the name of a Pulsar tenant", name.escape_debug());
+    Err(Fault::new(FaultKind::InvalidArgument, text))
 }
 
 fn check_url(url: &str) -> Result<(), Fault> {

@@ -273,23 +273,28 @@ impl Group {
         Ok(())
     }
 
-    /// Ends a step: publishes the CRC-32 of every unit that this rank reduced since the last commit to the job's
-    /// version log. Wait for the step's operations first. Never waits for the broker; see [`Stats::versions_dropped`].
+    /// Ends a step: the CRC-32 of every unit that this rank reduced since the last commit goes to the job's version
+    /// log, behind the steps; commits that follow each other within the commit interval share a record. Wait for the
+    /// step's operations first. Never waits for the broker: while it is away, records wait for it.
     ///
     /// Every rank commits equally often, with the same operations in between: an operation that ranks did between
     /// different commits fails everywhere with `OperationMismatch`, instead of adding what does not belong together.
-    pub fn commit(&self) -> Version {
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or away for too long. The
+    /// step has ended all the same, with its results; only its version is not on record.
+    pub fn commit(&self) -> Result<Version, Fault> {
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let epoch = self.identity.epoch;
         let crcs = self.driver.with_engine(crate::engine::Engine::commit);
         if let Some(control) = &self.control {
             let contributors = (0..self.world_size()).map(Rank).collect();
             let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
-            if !control.publish_version(record) {
+            control.publish_version(record).inspect_err(|_| {
                 self.versions_dropped.fetch_add(1, Ordering::Relaxed);
-            }
+            })?;
         }
-        Version { epoch, step }
+        Ok(Version { epoch, step })
     }
 
     /// What was counted since the group was made.
@@ -310,11 +315,12 @@ impl Group {
     /// and version records are published. Operations in flight are waited for first.
     ///
     /// # Errors
-    /// Why the job failed, if it did.
+    /// Why the job failed, if it did; [`FaultKind::Unrecorded`] when commits could not be published, because the broker
+    /// was away until the end.
     pub fn close(mut self) -> Result<(), Fault> {
         let fault = self.fault();
-        self.shut_down();
-        fault.map_or(Ok(()), Err)
+        let recorded = self.shut_down();
+        fault.map_or(recorded, Err)
     }
 
     /// A panic unwinds this rank: it does not leave in good order. Where the process ends, its links close after its
@@ -332,8 +338,9 @@ impl Group {
         std::mem::forget(self.guard.take());
     }
 
-    fn shut_down(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
+    fn shut_down(&mut self) -> Result<(), Fault> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        let mut recorded = Ok(());
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
         self.driver.with_engine(crate::engine::Engine::leave);
         let limit = Instant::now().checked_add(FAREWELL_MAX);
@@ -345,7 +352,7 @@ impl Group {
             {
                 control.report(&fault);
             }
-            control.leave(FAREWELL_MAX);
+            recorded = control.leave(FAREWELL_MAX);
         }
         if self.guard.as_ref().is_some_and(Guard::serves_broker) {
             // The others say to this process's broker that they leave.
@@ -354,6 +361,7 @@ impl Group {
         }
         self.driver.stop(thread);
         drop(self.guard.take());
+        recorded
     }
 }
 
@@ -362,7 +370,9 @@ impl Drop for Group {
         if std::thread::panicking() {
             self.abandon();
         } else {
-            self.shut_down();
+            if let Err(fault) = self.shut_down() {
+                tracing::error!(%fault, "a group was dropped, and not everything of it is on record");
+            }
         }
     }
 }

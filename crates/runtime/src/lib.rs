@@ -10,7 +10,7 @@
 //! gradient.as_mut_slice::<f32>().fill(1.0);
 //! let done = group.allreduce(&tensors[0], gradient)?.wait()?;
 //! assert_eq!(done.output.as_slice::<f32>()[0], 1.0);
-//! group.commit();
+//! group.commit()?;
 //! group.close()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -24,6 +24,7 @@ mod engine;
 pub mod env;
 mod group;
 mod handle;
+mod retained;
 #[cfg(test)]
 mod tests;
 mod types;

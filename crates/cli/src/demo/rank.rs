@@ -156,7 +156,7 @@ impl<'a> Trainer<'a> {
         for (index, gradient) in gradients.iter_mut().enumerate() {
             gradient.wait(step, |mean| optimizer.update(model, index, mean.iter().copied()))?;
         }
-        group.commit();
+        group.commit()?;
         Ok(loss)
     }
 }

@@ -5,14 +5,13 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use gradwire_control::JobName;
+
 use super::agents::RemoteOptions;
 use super::hosts::HostSlots;
 use super::report::LaunchError;
 use super::{LaunchPlan, forward_line, run};
 use crate::args::{BrokerChoice, Transport, Wire};
-
-/// Longest job name.
-const JOB_NAME_BYTES_MAX: usize = 100;
 
 /// Start a program on many ranks.
 ///
@@ -137,14 +136,7 @@ fn variable(text: &OsString) -> Result<(OsString, OsString), LaunchError> {
 
 /// A job's name becomes part of topic names.
 fn parse_job(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if text.is_empty() || text.len() > JOB_NAME_BYTES_MAX || !text.chars().all(allowed) || text.contains("-partition-")
-    {
-        return Err(format!(
-            "expected at most {JOB_NAME_BYTES_MAX} letters, digits, '.', '_' and '-', without '-partition-'"
-        ));
-    }
-    Ok(text.to_owned())
+    JobName::new(text).map(|name| name.to_string()).map_err(|fault| fault.detail)
 }
 
 #[cfg(test)]
@@ -164,10 +156,10 @@ mod tests {
 
     #[test]
     fn job_names_are_safe_in_topics() {
-        for good in ["a", "resnet-50_v1.2"] {
+        for good in ["a", "resnet-50"] {
             assert!(parse_job(good).is_ok());
         }
-        for bad in ["", "a/b", "a b", "a-partition-0", &"x".repeat(101), "ä"] {
+        for bad in ["", "a/b", "a b", "a-partition-0", &"x".repeat(65), "ä"] {
             assert!(parse_job(bad).is_err(), "{bad}");
         }
     }

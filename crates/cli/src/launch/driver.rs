@@ -7,13 +7,14 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use gradwire_control::{BrokerAccess, Token};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::agents::{AgentLink, Event, RemoteOptions};
 use super::output::{Flow, Line, Outlet, Tail};
 use super::report::{Failure, LaunchError, Report, signal_name};
 use super::signals::SignalWatch;
-use super::variables::{self, BrokerAccess, Identity};
+use super::variables::{self, Identity};
 use super::{LaunchPlan, hosts};
 use crate::agent::wire::{Command, End, Report as AgentReport};
 use crate::args::BrokerChoice;
@@ -48,7 +49,8 @@ pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static)
     let no_thread = |error: io::Error| LaunchError::failed(format!("cannot start a thread: {error}"));
     let _watch = SignalWatch::start(sender.clone()).map_err(no_thread)?;
     let output = Output::start(sink, &sender).map_err(no_thread)?;
-    let identity = Identity::fresh(plan.job.as_deref())?;
+    let given = gradwire::env::secret(&crate::job::variable).map_err(|fault| LaunchError::usage(fault.detail))?;
+    let identity = Identity::fresh(plan.job.as_deref(), given)?;
     let mut driver = Driver {
         agents: Vec::with_capacity(placements.len()),
         events,
@@ -155,12 +157,12 @@ impl Driver {
     fn start_ranks(&mut self, plan: &LaunchPlan, identity: &Identity) -> Result<Option<RunningBroker>, LaunchError> {
         let own = variables::own_address(&self.agents, &plan.remote)?;
         let (broker, access) = match &plan.broker {
-            BrokerChoice::Url(url) => (None, BrokerAccess { url: url.clone(), token: None }),
+            BrokerChoice::Url(url) => (None, BrokerAccess::new(url)),
             BrokerChoice::Embedded => {
                 let token = gradwire_proto::secret::hex(&identity.secret.proof("broker token", &[&identity.instance]));
                 let broker = RunningBroker::start_for_job(own, token.clone())
                     .map_err(|fault| LaunchError::failed(format!("the embedded broker does not start: {fault}")))?;
-                let access = BrokerAccess { url: broker.url(), token: Some(token) };
+                let access = BrokerAccess::new(broker.url()).with_token(Token::Text(token));
                 (Some(broker), access)
             }
         };

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _, UdpSocket};
 use std::os::unix::ffi::OsStrExt as _;
 
+use gradwire_control::{BrokerAccess, Token};
 use gradwire_proto::Secret;
 use gradwire_proto::secret::hex;
 
@@ -20,25 +21,19 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// Makes a fresh secret and instance.
-    pub(super) fn fresh(job: Option<&str>) -> Result<Self, LaunchError> {
+    /// Makes a fresh instance, and a fresh secret if none is given: by one that is, others can read the job's records.
+    pub(super) fn fresh(job: Option<&str>, given: Option<Secret>) -> Result<Self, LaunchError> {
         let (mut instance, mut secret) = ([0; 16], [0; 32]);
         getrandom::fill(&mut instance).and_then(|()| getrandom::fill(&mut secret)).map_err(|error| {
             LaunchError::failed(format!("the system gives no random bytes for the secret: {error}"))
         })?;
         let job = job.map_or_else(|| format!("job-{}", hex(&instance[..4])), str::to_owned);
-        Ok(Self { job, instance, secret: Secret::from_bytes(secret) })
+        Ok(Self { job, instance, secret: given.unwrap_or_else(|| Secret::from_bytes(secret)) })
     }
 
     pub(super) fn instance_hex(&self) -> String {
         hex(&self.instance)
     }
-}
-
-/// How the ranks reach the broker.
-pub(super) struct BrokerAccess {
-    pub(super) url: String,
-    pub(super) token: Option<String>,
 }
 
 /// The address under which all hosts of the job reach this one; none when there are no others.
@@ -130,7 +125,7 @@ fn common_variables(
     set("GRADWIRE_INSTANCE", &identity.instance_hex());
     set("GRADWIRE_SECRET", &identity.secret.to_hex());
     set("GRADWIRE_BROKER", &broker.url);
-    if let Some(token) = &broker.token {
+    if let Some(Token::Text(token)) = &broker.token {
         set("GRADWIRE_BROKER_TOKEN", token);
     }
     if let Some(transport) = plan.transport {
@@ -204,10 +199,12 @@ mod tests {
 
     #[test]
     fn identities_differ_and_name_the_job() {
-        let (a, b) = (Identity::fresh(None).unwrap(), Identity::fresh(Some("mine")).unwrap());
+        let (a, b) = (Identity::fresh(None, None).unwrap(), Identity::fresh(Some("mine"), None).unwrap());
         assert_ne!(a.instance, b.instance);
         assert!(a.secret != b.secret);
         assert!(a.job.starts_with("job-"));
         assert_eq!(b.job, "mine");
+        let given = Secret::from_bytes([7; 32]);
+        assert!(Identity::fresh(None, Some(given.clone())).unwrap().secret == given);
     }
 }

@@ -4,19 +4,21 @@
 //! name. One that does not verify is counted, never applied: whoever can write to the topic can forge everything
 //! else in it.
 
-mod body;
+mod audit;
 mod version;
 
+use gradwire_proto::membership::RecordId;
 use gradwire_proto::wire::{Malformed, Reader};
 use gradwire_proto::{Rank, Secret};
 
-pub(crate) use body::Body;
+pub(crate) use audit::KIND as AUDIT_KIND;
+pub use audit::{AuditKind, AuditRecord};
 pub use version::VersionRecord;
 pub(crate) use version::{Assembly, VersionPart};
 
 /// Version of the record format. The fields of [`Header`] stay where they are in every version, and the MAC covers
 /// them, so that ranks of different versions can tell each other.
-pub(crate) const RECORD_VERSION: u16 = 1;
+pub(crate) const RECORD_VERSION: u16 = 2;
 /// Largest record. Far below the size that brokers accept (5 MB by default).
 pub(crate) const RECORD_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX + MAC_BYTES;
 
@@ -30,8 +32,6 @@ const _: () = assert!(RECORD_BYTES_MAX < 5_000_000 / 2);
 
 /// A launch of a job: made anew for every one.
 pub type Instance = [u8; 16];
-/// The unique id of a record: the same when it was written twice because a receipt got lost.
-pub(crate) type RecordId = [u8; 16];
 
 /// What every record starts with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +81,11 @@ impl RecordKey {
         out
     }
 
+    /// Whether a body is small enough for a record.
+    pub(crate) const fn fits(body: &[u8]) -> bool {
+        body.len() <= BODY_BYTES_MAX
+    }
+
     /// Reads a record and checks its MAC. The body is not looked at.
     ///
     /// # Errors
@@ -111,6 +116,7 @@ impl RecordKey {
 
 #[cfg(test)]
 mod tests {
+    use gradwire_proto::membership::Body;
     use gradwire_proto::{Epoch, Step, UnitIndex};
     use proptest::prelude::*;
 

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
+use gradwire_proto::membership::RecordId;
 use gradwire_proto::wire::{Malformed, Reader};
 use gradwire_proto::{Epoch, Rank, Step, UnitIndex};
 
-use super::{BODY_BYTES_MAX, RecordId};
+use super::BODY_BYTES_MAX;
 
 /// The kind of a version part in a record's header.
 const KIND: u16 = 16;
@@ -42,6 +43,38 @@ impl VersionRecord {
     /// About how much memory it takes.
     pub(crate) fn bytes(&self) -> usize {
         size_of::<Self>() + self.contributors.len() * 4 + self.crcs.len() * 8
+    }
+
+    /// Whether it may be merged into a record of the same owner, epoch and contributors, since it is of a later step.
+    pub(crate) fn follows(&self, older: &Self) -> bool {
+        self.epoch == older.epoch
+            && self.owner == older.owner
+            && self.step > older.step
+            && self.contributors == older.contributors
+    }
+
+    /// Becomes a record of the newer one's step, with the latest checksum of each unit.
+    pub(crate) fn absorb(&mut self, newer: &Self) {
+        self.step = newer.step;
+        let same_units = self.crcs.len() == newer.crcs.len()
+            && self.crcs.iter().zip(&newer.crcs).all(|((mine, _), (theirs, _))| mine == theirs);
+        if same_units {
+            self.crcs.copy_from_slice(&newer.crcs);
+            return;
+        }
+        let latest: BTreeMap<UnitIndex, u32> = self.crcs.iter().chain(&newer.crcs).copied().collect();
+        self.crcs = latest.into_iter().collect();
+    }
+
+    /// In words, for the audit log.
+    pub(crate) fn summary(&self) -> String {
+        let mut digest = crc32fast::Hasher::new();
+        for (unit, crc) in &self.crcs {
+            digest.update(&unit.0.to_le_bytes());
+            digest.update(&crc.to_le_bytes());
+        }
+        let (shards, contributors) = (self.crcs.len(), self.contributors.len());
+        format!("{shards} shards, {contributors} contributors, checksum {:08x}", digest.finalize())
     }
 
     /// Whether it stays within the format's bounds.

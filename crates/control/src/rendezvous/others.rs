@@ -8,9 +8,10 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::Rank;
+use gradwire_proto::membership::{Body, RecordId};
 
 use super::{CHALLENGE_GRACE, grace};
-use crate::record::{Body, Header, Instance, RecordId};
+use crate::record::{Header, Instance};
 
 /// Most other instances that are remembered; the oldest are forgotten first.
 const INSTANCES_MAX: usize = 64;
@@ -99,7 +100,7 @@ impl Others {
                 let joined = BTreeSet::from([header.rank]);
                 self.known.push_back(Other { instance: header.instance, joined, left: BTreeSet::new() });
             }
-            (Body::Left, Some(index)) => {
+            (Body::Left { .. }, Some(index)) => {
                 let other = &mut self.known[index];
                 other.left.insert(header.rank);
                 if other.joined.is_subset(&other.left) {
@@ -123,7 +124,7 @@ impl Others {
     /// When to ask.
     pub(super) fn challenge_at(&self) -> Option<Instant> {
         let waiting = self.known.is_empty() || self.challenged_at.is_some() || self.sent_challenge;
-        if waiting { None } else { Some(self.seen_self_at? + grace(CHALLENGE_GRACE, self.rank)) }
+        if waiting { None } else { Some(self.seen_self_at? + grace(CHALLENGE_GRACE, self.rank.0)) }
     }
 
     /// Whether to ask now.

@@ -22,12 +22,13 @@ struct World {
     start: Instant,
     now: Instant,
     ids: u128,
+    policy: Policy,
 }
 
 impl World {
     fn new() -> Self {
         let now = Instant::now();
-        Self { log: Vec::new(), nodes: Vec::new(), start: now, now, ids: 0 }
+        Self { log: Vec::new(), nodes: Vec::new(), start: now, now, ids: 0, policy: Policy::Fixed }
     }
 
     fn me(&mut self, instance: u8, rank: u32, world_size: u32) -> Me {
@@ -37,6 +38,7 @@ impl World {
             instance: [instance; 16],
             rank: Rank(rank),
             world_size,
+            policy: self.policy,
             endpoint: Endpoint { hostname: format!("host-{rank}"), ..Default::default() },
             join_id: self.ids.to_le_bytes(),
         }
@@ -68,6 +70,25 @@ impl World {
 
     fn say(&mut self, node: usize, body: Body) {
         self.write(node, RECORD_VERSION, Append { id: None, body });
+    }
+
+    fn leave(&mut self, node: usize) {
+        let author = self.nodes[node].me.join_id;
+        self.say(node, Body::Left { author });
+    }
+
+    fn fail(&mut self, node: usize, fault: Fault) {
+        let author = self.nodes[node].me.join_id;
+        self.say(node, Body::Failed { author, fault });
+    }
+
+    fn events(&mut self, node: usize) -> Vec<ControlEvent> {
+        std::iter::from_fn(|| self.nodes[node].machine.poll_event()).collect()
+    }
+
+    fn ranks(&self, node: usize) -> (u64, Vec<u32>) {
+        let view = self.membership(node);
+        (view.epoch.0, view.members.iter().map(|member| member.rank.0).collect())
     }
 
     /// Lets everything happen that happens without time going by.
@@ -114,7 +135,7 @@ impl World {
         self.nodes[node].machine.outcome().expect("decided").expect_err("a fault")
     }
 
-    fn membership(&self, node: usize) -> &Membership {
+    fn membership(&self, node: usize) -> &View {
         self.nodes[node].machine.outcome().expect("decided").expect("a member")
     }
 
@@ -132,7 +153,7 @@ fn ranks_become_members_at_once_and_agree() {
         for node in 0..world_size as usize {
             let membership = world.membership(node);
             assert_eq!(membership.epoch, Epoch(1));
-            let names: Vec<_> = membership.members.iter().map(|member| member.hostname.clone()).collect();
+            let names: Vec<_> = membership.members.iter().map(|member| member.endpoint.hostname.clone()).collect();
             assert_eq!(names, (0..world_size).map(|rank| format!("host-{rank}")).collect::<Vec<_>>());
         }
     }
@@ -250,7 +271,8 @@ fn another_record_version_or_protocol_is_named() {
         world.settle();
         let fault = world.fault(0);
         assert_eq!((fault.kind, fault.rank), (FaultKind::ProtocolVersion, Some(Rank(1))));
-        assert!(fault.detail.contains("version 2"), "{fault}");
+        let other = version.max(protocol);
+        assert!(fault.detail.contains(&format!("version {other}")), "{fault}");
     }
 }
 
@@ -295,8 +317,8 @@ fn forged_records_cannot_stop_ranks_that_know_the_secret() {
     let outsider = world.start(1, 0, 3, 9);
     for rank in 0..3 {
         world.nodes[outsider].me.rank = Rank(rank);
-        world.say(outsider, Body::Failed(Fault::new(FaultKind::System, "forged")));
-        world.say(outsider, Body::Left);
+        world.fail(outsider, Fault::new(FaultKind::System, "forged"));
+        world.leave(outsider);
     }
     world.nodes.pop();
     world.run();
@@ -345,8 +367,8 @@ fn a_dead_job_is_asked_once_and_then_superseded() {
     assert_eq!(world.membership(0).members.len(), 2);
     assert!(world.elapsed() >= ANSWER_MAX);
     // The second launch leaves in good order: the third finds nobody to ask.
-    world.say(0, Body::Left);
-    world.say(1, Body::Left);
+    world.leave(0);
+    world.leave(1);
     world.nodes.clear();
     let before = world.now;
     world.start_all(3, 2);
@@ -361,14 +383,14 @@ fn faults_reach_others_while_joining_and_after() {
     world.start(1, 0, 2, 1);
     let failing = world.start(1, 1, 2, 1);
     let fault = Fault::new(FaultKind::AddressInUse, "port 7000 is in use");
-    world.say(failing, Body::Failed(fault.clone()));
+    world.fail(failing, fault.clone());
     world.settle();
     assert_eq!(world.fault(0), &fault.clone().reported_by(Rank(1)));
 
     let mut world = World::new();
     world.start_all(1, 3);
     world.settle();
-    world.say(2, Body::Failed(fault.clone()));
+    world.fail(2, fault.clone());
     world.settle();
     let expected = ControlEvent::Failed(fault.reported_by(Rank(2)));
     for node in 0..2 {
@@ -384,7 +406,163 @@ fn a_rank_that_leaves_before_the_start_is_named() {
     world.start(1, 0, 3, 1);
     let leaving = world.start(1, 2, 3, 1);
     world.settle();
-    world.say(leaving, Body::Left);
+    world.leave(leaving);
     world.settle();
     assert_eq!((world.fault(0).kind, world.fault(0).rank), (FaultKind::RankLeft, Some(Rank(2))));
+}
+
+fn elastic(ranks_min: u32, ranks: u32) -> World {
+    let mut world = World::new();
+    world.policy = Policy::Elastic { ranks_min };
+    world.start_all(1, ranks);
+    world.settle();
+    world
+}
+
+#[test]
+fn a_suspected_rank_is_left_out_and_learns_it() {
+    let mut world = elastic(1, 3);
+    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.run();
+    for node in 0..2 {
+        assert_eq!(world.ranks(node), (2, vec![0, 1]));
+        let view = world.membership(node).clone();
+        assert_eq!(world.events(node), [ControlEvent::View(view)]);
+    }
+    let events = world.events(2);
+    assert!(matches!(&events[..], [ControlEvent::Removed(fault)] if fault.kind == FaultKind::Removed), "{events:?}");
+    // What it reports now concerns nobody.
+    world.fail(2, Fault::new(FaultKind::System, "confused"));
+    world.run();
+    assert_eq!(world.events(0), []);
+}
+
+#[test]
+fn with_fixed_members_nobody_is_left_out() {
+    let mut world = World::new();
+    world.start_all(1, 3);
+    world.settle();
+    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.leave(0);
+    world.run();
+    assert_eq!(world.ranks(1), (1, vec![0, 1, 2]));
+    assert_eq!(world.events(1), []);
+}
+
+#[test]
+fn another_member_proposes_when_the_first_is_stuck() {
+    let mut world = elastic(1, 3);
+    world.leave(2);
+    let stuck = world.nodes.remove(0);
+    world.run();
+    assert_eq!(world.elapsed(), PROPOSE_GRACE);
+    assert_eq!(world.ranks(0), (2, vec![0, 1]));
+    world.nodes.push(stuck);
+    world.run();
+    assert_eq!(world.ranks(2), (2, vec![0, 1]));
+}
+
+#[test]
+fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
+    let mut world = elastic(1, 2);
+    let restarted = world.start(1, 1, 2, 1);
+    world.settle();
+    assert!(world.nodes[restarted].machine.outcome().is_none(), "it waits");
+    world.nodes[0].machine.suspect(Rank(1), "its link closed".to_owned());
+    world.settle();
+    assert_eq!(world.ranks(0), (2, vec![0, 1]));
+    assert_eq!(world.membership(restarted), world.membership(0));
+    assert!(matches!(world.events(1)[..], [ControlEvent::Removed(_)]));
+}
+
+#[test]
+fn who_is_never_taken_in_hears_why_at_its_deadline() {
+    let mut world = elastic(1, 2);
+    let newcomer = world.start(1, 1, 2, 1);
+    world.run();
+    let fault = world.fault(newcomer).clone();
+    assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
+    assert!(fault.detail.contains("rank 1 is held by a process on 'host-1'"), "{fault}");
+    // What it reports does not end the job that runs.
+    world.fail(newcomer, fault);
+    world.settle();
+    assert_eq!(world.events(0), []);
+}
+
+#[test]
+fn below_the_minimum_a_job_waits_for_newcomers() {
+    let mut world = elastic(2, 2);
+    world.leave(1);
+    world.run();
+    assert_eq!(world.ranks(0), (1, vec![0, 1]), "one rank is too few");
+    let newcomer = world.start(1, 1, 2, 1);
+    world.run();
+    assert_eq!(world.ranks(0), (2, vec![0, 1]));
+    assert_eq!(world.membership(newcomer), world.membership(0));
+}
+
+#[test]
+fn ranks_that_come_at_the_same_time_share_an_epoch() {
+    let mut world = elastic(1, 4);
+    for node in [1, 2, 3] {
+        world.leave(node);
+    }
+    world.run();
+    assert_eq!(world.ranks(0).1, [0]);
+    let epoch = world.ranks(0).0;
+    for rank in [1, 2, 3] {
+        world.start(1, rank, 4, 1);
+    }
+    world.run();
+    assert_eq!(world.ranks(0), (epoch + 1, vec![0, 1, 2, 3]));
+}
+
+#[test]
+fn a_late_joiner_starts_from_a_snapshot() {
+    let mut world = elastic(1, 3);
+    world.leave(2);
+    world.run();
+    let snapshot = world.nodes[0].machine.poll_snapshot().expect("there is a new epoch");
+    assert_eq!(world.nodes[0].machine.poll_snapshot(), None, "once");
+    assert_eq!(world.nodes[1].machine.poll_snapshot(), None, "it is not its turn");
+    let newcomer = world.start(1, 2, 3, 1);
+    let (now, read) = (world.now, world.log.len());
+    let node = &mut world.nodes[newcomer];
+    node.read = read;
+    node.machine.handle_snapshot(now, Rank(0), [7; 16], snapshot);
+    world.run();
+    assert_eq!(world.ranks(0), (3, vec![0, 1, 2]));
+    assert_eq!(world.membership(newcomer), world.membership(0));
+}
+
+#[test]
+fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
+    let mut world = elastic(1, 3);
+    world.leave(2);
+    world.run();
+    world.nodes.pop();
+    world.log.clear();
+    for node in &mut world.nodes {
+        node.read = 0;
+        node.machine.link_opened();
+    }
+    world.run();
+    let kinds = world.log.iter().map(|bytes| world.nodes[0].key.open(bytes).unwrap().header.kind);
+    assert_eq!(kinds.filter(|kind| *kind == Body::SNAPSHOT).count(), 1);
+    let newcomer = world.start(1, 2, 3, 1);
+    world.run();
+    assert_eq!(world.ranks(newcomer), (3, vec![0, 1, 2]));
+}
+
+#[test]
+fn a_log_that_is_still_there_is_not_written_again() {
+    let mut world = elastic(1, 3);
+    for node in &mut world.nodes {
+        node.read = 0;
+        node.machine.link_opened();
+    }
+    let before = world.log.len();
+    world.run();
+    assert_eq!(world.log.len(), before + 3, "three Joins again");
+    assert_eq!(world.ranks(0), (1, vec![0, 1, 2]));
 }

@@ -11,7 +11,10 @@ pub mod raw;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use gradwire_control::{BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Membership, VersionRecord};
+use gradwire_control::{
+    BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy, VersionQuery,
+    VersionRecord, View, read_versions,
+};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Epoch, Fault, Rank, Secret, Step, UnitIndex};
 
@@ -39,7 +42,12 @@ pub fn unique(name: &str) -> String {
 
 /// A launch of a job.
 pub fn job(url: &str, name: &str, launch: u8) -> JobConfig {
-    JobConfig::new(name.parse().expect("a job name"), [launch; 16], Secret::from_bytes([launch; 32]), url)
+    JobConfig::new(
+        name.parse().expect("a job name"),
+        [launch; 16],
+        Secret::from_bytes([launch; 32]),
+        BrokerAccess::new(url),
+    )
 }
 
 /// A rank of it.
@@ -48,13 +56,15 @@ pub fn request(config: &JobConfig, rank: u32, world_size: u32) -> JoinRequest {
         config: config.clone(),
         rank: Rank(rank),
         world_size,
+        policy: Policy::Fixed,
         endpoint: Endpoint { hostname: format!("host-{rank}"), ..Default::default() },
         deadline: Duration::from_secs(20),
+        commit_interval: Duration::ZERO,
     }
 }
 
 /// What joining gives.
-pub type Joined = Result<(ControlPlane, Membership), Fault>;
+pub type Joined = Result<(ControlPlane, View), Fault>;
 
 /// Joins with all requests at the same time.
 pub fn join_all(requests: Vec<JoinRequest>) -> Vec<Joined> {
@@ -89,4 +99,9 @@ pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T 
         assert!(Instant::now() < end, "{what} did not happen within {PATIENCE:?}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// All version records of a job.
+pub fn all_versions(config: &JobConfig) -> Vec<VersionRecord> {
+    read_versions(config, &VersionQuery::default(), PATIENCE).expect("versions").records
 }

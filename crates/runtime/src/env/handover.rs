@@ -16,7 +16,9 @@ use gradwire_proto::secret::hex;
 use gradwire_proto::{Fault, FaultKind, Secret};
 
 use super::process::ProcessName;
-use super::{BrokerPlace, Variables, unhex};
+use gradwire_control::{BrokerAccess, Token};
+
+use super::{Variables, unhex};
 
 /// First line of a file.
 const HEADING: &str = "gradwire-handover 1";
@@ -35,7 +37,7 @@ pub(super) struct Handover {
     pub(super) world_size: u32,
     pub(super) instance: [u8; 16],
     pub(super) secret: Secret,
-    pub(super) broker: BrokerPlace,
+    pub(super) broker: BrokerAccess,
 }
 
 /// Rank 0's file. Dropped, it is removed.
@@ -253,16 +255,22 @@ fn read_text(file: File) -> Option<String> {
 }
 
 fn encode(handover: &Handover, owner: &ProcessName) -> String {
-    let token = handover.broker.token.as_ref().map(|token| format!("token {token}\n")).unwrap_or_default();
+    let BrokerAccess { url, token, trust } = &handover.broker;
+    let token = token.as_ref().map(|token| match token {
+        Token::Text(text) => format!("token {text}\n"),
+        Token::File(path) => format!("token_file {}\n", path.display()),
+    });
+    let trust = trust.as_ref().map(|path| format!("trust {}\n", path.display()));
+    let more = [token, trust].map(Option::unwrap_or_default).concat();
     format!(
-        "{HEADING}\npid {}\nstart {}\nboot {}\nworld_size {}\ninstance {}\nsecret {}\nbroker {}\n{token}end\n",
+        "{HEADING}\npid {}\nstart {}\nboot {}\nworld_size {}\ninstance {}\nsecret {}\nbroker {}\n{more}end\n",
         owner.pid,
         owner.start,
         owner.boot,
         handover.world_size,
         hex(&handover.instance),
         handover.secret.to_hex(),
-        handover.broker.url,
+        url,
     )
 }
 
@@ -277,11 +285,17 @@ fn decode(text: &str) -> Option<(Handover, ProcessName)> {
         start: field("start")?.parse().ok()?,
         boot: field("boot")?.to_owned(),
     };
+    let token = field("token").map(|text| Token::Text(text.to_owned()));
+    let broker = BrokerAccess {
+        url: field("broker")?.to_owned(),
+        token: token.or_else(|| Some(Token::File(field("token_file")?.into()))),
+        trust: field("trust").map(Into::into),
+    };
     let handover = Handover {
         world_size: field("world_size")?.parse().ok()?,
         instance: unhex(field("instance")?)?,
         secret: Secret::from_hex(field("secret")?)?,
-        broker: BrokerPlace { url: field("broker")?.to_owned(), token: field("token").map(str::to_owned) },
+        broker,
     };
     Some((handover, owner))
 }
@@ -299,7 +313,7 @@ mod tests {
             world_size: 4,
             instance: [7; 16],
             secret: Secret::from_bytes([9; 32]),
-            broker: BrokerPlace { url: "pulsar://127.0.0.1:6650".to_owned(), token: Some("abc".to_owned()) },
+            broker: BrokerAccess::new("pulsar://127.0.0.1:6650").with_token(Token::Text("abc".to_owned())),
         }
     }
 

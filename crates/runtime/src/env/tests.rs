@@ -33,7 +33,7 @@ fn without_a_launcher_it_is_a_job_of_one() {
     let place = place(&[]).unwrap();
     assert_eq!((place.rank, place.world_size, place.launcher), (Rank(0), 1, Launcher::None));
     assert!(place.broker.is_none());
-    assert!(place.job.starts_with("job-"));
+    assert!(place.job.as_str().starts_with("job-"));
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn gradwire_launch_gives_everything() {
     assert_eq!((place.job.as_str(), place.launcher), ("j", Launcher::Gradwire));
     assert_eq!(hex(&place.instance), INSTANCE);
     assert_eq!(place.secret.to_hex(), SECRET);
-    assert_eq!(place.broker, Some(BrokerPlace { url: "pulsar://h:1".to_owned(), token: Some("t".to_owned()) }));
+    assert_eq!(place.broker, Some(BrokerAccess::new("pulsar://h:1").with_token(Token::Text("t".to_owned()))));
     assert_eq!(place.address, Some(IpAddr::from([10, 0, 0, 1])));
     assert!(!format!("{place:?}").contains(SECRET));
     assert!(!format!("{place:?}").contains("\"t\""));
