@@ -9,6 +9,7 @@ mod demo;
 mod doctor;
 mod job;
 mod launch;
+mod pulsar;
 mod secret;
 mod sizes;
 mod trace;
@@ -45,6 +46,7 @@ enum Command {
     Bench(bench::BenchArgs),
     Doctor(doctor::DoctorArgs),
     Broker(broker::BrokerArgs),
+    Pulsar(pulsar::PulsarArgs),
     Secret(secret::SecretArgs),
     Trace(trace::TraceArgs),
     #[command(name = "__agent", hide = true)]
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Broker(args) => broker::run(&args),
+        Command::Pulsar(args) => pulsar::run(&args),
         Command::Secret(args) => secret::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Agent(args) => agent::run(&args),
@@ -102,6 +105,7 @@ mod tests {
             "gradwire launch -n 1 --env A=b --env PATH --job j --broker pulsar://h:1 -- ./x --help",
             "gradwire doctor --json",
             "gradwire secret",
+            "gradwire pulsar setup --admin http://h:8080 --tenant t --namespace n --job j --role a --role b --dry-run",
         ] {
             assert!(read(good).is_ok(), "{good}: {}", read(good).unwrap_err());
         }
@@ -114,6 +118,10 @@ mod tests {
             "gradwire launch -n 2 -H a:0 -- true",
             "gradwire launch -n 2 --transport ib -- true",
             "gradwire launch -n 2 --broker here -- true",
+            "gradwire pulsar",
+            "gradwire pulsar setup --admin pulsar://h:6650 --tenant t --namespace n --job j",
+            "gradwire pulsar setup --admin http://h --tenant t/x --namespace n --job j",
+            "gradwire pulsar setup --admin http://h --tenant t --namespace n --job J",
         ] {
             assert!(read(bad).is_err(), "{bad}");
         }

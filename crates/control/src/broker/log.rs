@@ -66,11 +66,8 @@ impl Entry {
         let metadata = &tail.metadata;
         let count = metadata.num_messages_in_batch;
         let chunk = metadata.num_chunks_from_msg.unwrap_or_default() > 1;
-        let payload_bytes = match metadata.uncompressed_size.unwrap_or_default() {
-            0 => tail.payload_bytes,
-            // An empty payload may be compressed to some bytes.
-            size => size as usize,
-        };
+        // An empty payload may be compressed to some bytes.
+        let payload_bytes = metadata.uncompressed_size.map_or(tail.payload_bytes, |size| size as usize);
         Self {
             number: 0,
             tail: tail.bytes.clone(),
