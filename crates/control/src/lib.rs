@@ -10,6 +10,7 @@
 
 mod access;
 pub mod broker;
+pub mod federated;
 mod job;
 mod link;
 mod outbox;

@@ -156,6 +156,11 @@ impl<K: Ord + Clone> Collector<K> {
         Some(open.data)
     }
 
+    /// Whether data is being put together for this key.
+    pub(crate) fn is_open(&self, key: &K) -> bool {
+        self.open.contains_key(key)
+    }
+
     fn make_room(&mut self, bytes: usize) {
         while self.bytes + bytes > self.bytes_max {
             let Some(oldest) = self.open.iter().min_by_key(|(_, open)| open.number).map(|(key, _)| key.clone()) else {

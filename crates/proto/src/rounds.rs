@@ -26,9 +26,7 @@ use core::ops::Range;
 
 pub use record::{Body, Published};
 
-use crate::limits::{
-    CARRY_ROUNDS_MAX, FEDERATED_SHARD_BYTES_MAX, FEDERATED_SHARDS_MAX, ROUNDS_KEPT, WORLD_SIZE_MAX,
-};
+use crate::limits::{CARRY_ROUNDS_MAX, FEDERATED_SHARD_BYTES_MAX, FEDERATED_SHARDS_MAX, ROUNDS_KEPT, WORLD_SIZE_MAX};
 use crate::{DType, Rank, ReduceOp, Round, WireFormat};
 
 /// Names one attempt of a contributor at one round, or a process.
@@ -164,6 +162,12 @@ pub struct Closed {
 }
 
 impl Closed {
+    /// Which of the entries this is.
+    #[must_use]
+    pub fn place(&self, entry: Entry) -> Option<usize> {
+        self.entries.binary_search_by_key(&entry, |(known, _)| *known).ok()
+    }
+
     /// CRC-32 over the entries and their attempts: binds a result to them.
     #[must_use]
     pub fn digest(&self) -> u32 {
@@ -330,10 +334,9 @@ impl Log {
     /// The checksum that a shard of an entry must have, where it may still be used.
     #[must_use]
     pub fn crc(&self, entry: Entry, shard: u32) -> Option<u32> {
-        let closed = self.closed.iter().flat_map(|closed| &closed.entries);
-        let in_sum = closed.map(|(entry, contribution)| (entry, contribution)).find(|(known, _)| **known == entry);
-        let (_, contribution) = in_sum.or_else(|| self.waiting.get_key_value(&entry))?;
-        contribution.crcs.get(shard as usize).copied()
+        let closed = self.closed.as_ref();
+        let in_sum = closed.and_then(|closed| Some(&closed.entries[closed.place(entry)?].1));
+        in_sum.or_else(|| self.waiting.get(&entry))?.crcs.get(shard as usize).copied()
     }
 
     /// Whether a contribution that is not in the log yet could still count.
@@ -355,7 +358,7 @@ impl Log {
             None => return Standing::Never,
         }
         let Some(closed) = &self.closed else { return Standing::Done };
-        let in_sum = closed.entries.iter().any(|(known, _)| *known == entry);
+        let in_sum = closed.place(entry).is_some();
         let published = closed.published.get(shard as usize).copied().flatten();
         if in_sum && published.is_none() { Standing::Needed } else { Standing::Done }
     }

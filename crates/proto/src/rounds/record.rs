@@ -199,10 +199,8 @@ mod tests {
             shard_elements: 4096,
             elements: 10_000,
         };
-        let entries = vec![
-            Entry { contributor: Rank(0), origin: Round(6) },
-            Entry { contributor: Rank(2), origin: Round(7) },
-        ];
+        let entries =
+            vec![Entry { contributor: Rank(0), origin: Round(6) }, Entry { contributor: Rank(2), origin: Round(7) }];
         vec![
             Body::Open(open),
             Body::Contributed { round: Round(7), contribution: [1; 16], crcs: vec![1, 2, u32::MAX].into() },
