@@ -223,23 +223,6 @@ async fn topics_of_a_namespace_are_listed() {
 }
 
 #[tokio::test]
-async fn what_is_not_supported_is_an_error_at_once() {
-    let broker = embedded_broker();
-    let (client, topic) = (client(broker.url()).await, unique("unsupported"));
-    for kind in [SubType::Shared, SubType::Failover, SubType::KeyShared] {
-        let builder = client.consumer().with_topic(&topic).with_subscription("s").with_subscription_type(kind);
-        let built: Result<Consumer<Bytes, _>, _> =
-            timeout(Duration::from_secs(5), builder.build()).await.expect("an answer");
-        let error = built.err().expect("refused").to_string();
-        assert!(error.contains("does not support"), "{error}");
-    }
-    let options = pulsar::ProducerOptions { access_mode: Some(1), ..Default::default() };
-    let built = client.producer().with_topic(&topic).with_options(options).build();
-    let error = timeout(Duration::from_secs(5), built).await.expect("an answer").err().expect("refused").to_string();
-    assert!(error.contains("does not support"), "{error}");
-}
-
-#[tokio::test]
 async fn a_full_topic_refuses_and_keeps_what_it_has() {
     let broker = EmbeddedBroker::start(BrokerConfig { topic_bytes_max: 100_000, ..local() }).unwrap();
     let client = client(broker.url()).await;

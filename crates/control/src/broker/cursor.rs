@@ -1,41 +1,30 @@
-//! A subscription: what it has acknowledged, what it has been given, and the one consumer that reads it.
+//! What a subscription has acknowledged.
 //!
-//! Positions are entry numbers of the topic's log. Everything below `mark` is acknowledged, everything in
-//! `mark..read` was handed out; messages stay in the topic's log, a cursor holds only numbers. Invariant:
-//! `mark <= read`, and every number in `acked` is above `mark`.
+//! Positions are entry numbers of the topic's log. Everything below `mark` is acknowledged; `acked` holds what is
+//! acknowledged above it; `partial` holds the batches of which only some messages are. Invariants: `mark` is not in
+//! `acked`, everything in `acked` is above it, and no entry is in both `acked` and `partial`.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::ops::Range;
 
-use tokio::sync::Notify;
+use super::ranges::RangeSet;
 
-/// The consumer of a subscription, on some link.
-#[derive(Debug)]
-pub(super) struct Consumer {
-    pub(super) link: u64,
-    pub(super) consumer_id: u64,
-    pub(super) name: String,
-    /// Messages that the client is ready to take.
-    pub(super) permits: u64,
-    /// Wakes the link's task.
-    pub(super) wake: Arc<Notify>,
-}
+/// Messages in one word of an ack set.
+const WORD_BITS: usize = 64;
 
-/// An exclusive subscription.
-#[derive(Debug)]
-pub(super) struct Subscription {
-    /// Whether it outlives its consumer.
-    pub(super) durable: bool,
-    pub(super) consumer: Option<Consumer>,
+/// A subscription's acknowledgements.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Cursor {
     mark: u64,
-    read: u64,
-    acked: BTreeSet<u64>,
+    acked: RangeSet,
+    /// One bit for each message of a batch that is still wanted.
+    partial: BTreeMap<u64, Vec<i64>>,
 }
 
-impl Subscription {
-    /// A subscription whose first message is entry number `position`.
-    pub(super) fn new(durable: bool, position: u64) -> Self {
-        Self { durable, consumer: None, mark: position, read: position, acked: BTreeSet::new() }
+impl Cursor {
+    /// A cursor whose first entry is `position`.
+    pub(super) fn new(position: u64) -> Self {
+        Self { mark: position, acked: RangeSet::default(), partial: BTreeMap::new() }
     }
 
     /// The first entry that is not acknowledged.
@@ -43,140 +32,163 @@ impl Subscription {
         self.mark
     }
 
-    /// How many entries of `mark..end` are not acknowledged.
-    pub(super) fn backlog(&self, end: u64) -> u64 {
-        end.saturating_sub(self.mark).saturating_sub(self.acked.len() as u64)
+    pub(super) fn is_acked(&self, entry: u64) -> bool {
+        entry < self.mark || self.acked.contains(entry)
     }
 
-    /// How many entries were handed out and not acknowledged.
-    pub(super) fn unacked(&self) -> u64 {
-        self.read.saturating_sub(self.mark).saturating_sub(self.acked.range(..self.read).count() as u64)
+    /// The first entry from `entry` on that is not acknowledged.
+    pub(super) fn next_from(&self, entry: u64) -> u64 {
+        let entry = entry.max(self.mark);
+        self.acked.end_of(entry).unwrap_or(entry)
     }
 
-    /// The next entry to hand out, if the topic holds `first..end`.
-    pub(super) fn next(&mut self, first: u64, end: u64) -> Option<u64> {
-        self.skip_to(first);
-        while self.acked.contains(&self.read) {
-            self.read += 1;
-        }
-        (self.read < end).then_some(self.read)
+    /// How many entries of `mark..end` are not acknowledged, if the log has no gaps there.
+    pub(super) fn unacked_below(&self, end: u64) -> u64 {
+        end.saturating_sub(self.mark).saturating_sub(self.acked.count_below(end))
     }
 
-    /// The entry that [`Subscription::next`] gave was handed out.
-    pub(super) fn advance(&mut self) {
-        self.read += 1;
+    /// The messages of a batch that are still wanted; nothing when all of them are.
+    pub(super) fn wanted(&self, entry: u64) -> Option<&Vec<i64>> {
+        self.partial.get(&entry)
     }
 
-    /// One entry is acknowledged. Entries that the topic does not hold yet are ignored.
-    pub(super) fn ack(&mut self, entry: u64, end: u64) {
-        if entry < self.mark || entry >= end {
+    /// Entries are acknowledged.
+    pub(super) fn ack(&mut self, entries: Range<u64>) {
+        if entries.end <= self.mark {
             return;
         }
-        self.acked.insert(entry);
-        self.settle();
-    }
-
-    /// All entries up to and including this one are acknowledged.
-    pub(super) fn ack_until(&mut self, entry: u64, end: u64) {
-        if entry < end {
-            self.skip_to(entry + 1);
+        self.acked.insert(entries.start.max(self.mark)..entries.end);
+        let inside: Vec<u64> = self.partial.range(entries).map(|(entry, _)| *entry).collect();
+        for entry in inside {
+            self.partial.remove(&entry);
+        }
+        if let Some(end) = self.acked.end_of(self.mark) {
+            self.ack_until(end);
         }
     }
 
-    /// Everything that is not acknowledged will be handed out again.
-    pub(super) fn rewind(&mut self) {
-        self.read = self.mark;
+    /// Some messages of a batch of `messages` are acknowledged: those whose bit in `wanted` is not set. Returns whether
+    /// all of them are by now.
+    pub(super) fn ack_partly(&mut self, entry: u64, messages: u32, wanted: &[i64]) -> bool {
+        if self.is_acked(entry) {
+            return true;
+        }
+        let left = self.partial.entry(entry).or_insert_with(|| all_messages(messages as usize));
+        for (index, word) in left.iter_mut().enumerate() {
+            *word &= wanted.get(index).copied().unwrap_or_default();
+        }
+        let all = left.iter().all(|word| *word == 0);
+        if all {
+            self.ack(entry..entry + 1);
+        }
+        all
+    }
+
+    /// All entries below this one are acknowledged.
+    pub(super) fn ack_until(&mut self, entry: u64) {
+        if entry <= self.mark {
+            return;
+        }
+        self.mark = self.acked.end_of(entry).unwrap_or(entry);
+        self.acked.remove_below(self.mark);
+        self.partial = self.partial.split_off(&self.mark);
     }
 
     /// Starts over at this entry, forgetting all acknowledgements.
     pub(super) fn seek(&mut self, entry: u64) {
-        self.acked.clear();
         self.mark = entry;
-        self.read = entry;
+        self.acked.clear();
+        self.partial.clear();
     }
 
-    fn skip_to(&mut self, entry: u64) {
-        if entry > self.mark {
-            self.mark = entry;
-            self.acked = self.acked.split_off(&entry);
-            self.settle();
-        }
+    /// What is acknowledged above the mark.
+    #[cfg(test)]
+    pub(super) fn acked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.acked.iter()
     }
 
-    fn settle(&mut self) {
-        while self.acked.remove(&self.mark) {
-            self.mark += 1;
-        }
-        self.read = self.read.max(self.mark);
+    /// The batches of which some messages are still wanted, with those.
+    #[cfg(test)]
+    pub(super) fn partial(&self) -> impl Iterator<Item = (u64, &[i64])> {
+        self.partial.iter().map(|(entry, wanted)| (*entry, wanted.as_slice()))
     }
+}
+
+fn all_messages(messages: usize) -> Vec<i64> {
+    let mut words = vec![-1; messages.div_ceil(WORD_BITS)];
+    if let Some(last) = words.last_mut()
+        && messages % WORD_BITS != 0
+    {
+        *last = (1 << (messages % WORD_BITS)) - 1;
+    }
+    words
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
 
     use super::*;
 
-    fn drain(subscription: &mut Subscription, first: u64, end: u64) -> Vec<u64> {
-        let mut given = Vec::new();
-        while let Some(entry) = subscription.next(first, end) {
-            subscription.advance();
-            given.push(entry);
-        }
-        given
+    fn open(cursor: &Cursor, end: u64) -> Vec<u64> {
+        (0..end).filter(|entry| !cursor.is_acked(*entry)).collect()
     }
 
     #[test]
-    fn a_rewind_hands_out_what_is_not_acknowledged() {
-        let mut subscription = Subscription::new(true, 0);
-        assert_eq!(drain(&mut subscription, 0, 5), [0, 1, 2, 3, 4]);
-        subscription.ack(1, 5);
-        subscription.ack(3, 5);
-        assert_eq!((subscription.unacked(), subscription.backlog(5)), (3, 3));
-        subscription.rewind();
-        assert_eq!(drain(&mut subscription, 0, 5), [0, 2, 4]);
-        subscription.ack_until(3, 5);
-        subscription.rewind();
-        assert_eq!(drain(&mut subscription, 0, 5), [4]);
-        assert_eq!(subscription.mark(), 4);
+    fn the_mark_follows_what_is_acknowledged_without_a_gap() {
+        let mut cursor = Cursor::new(0);
+        cursor.ack(1..2);
+        cursor.ack(3..4);
+        assert_eq!((cursor.mark(), cursor.next_from(1), cursor.unacked_below(5)), (0, 2, 3));
+        cursor.ack(0..1);
+        assert_eq!((cursor.mark(), open(&cursor, 5)), (2, vec![2, 4]));
+        cursor.ack_until(3);
+        assert_eq!(cursor.mark(), 4);
+        cursor.seek(1);
+        assert_eq!(open(&cursor, 3), [1, 2]);
     }
 
     #[test]
-    fn an_ack_of_what_is_not_there_changes_nothing() {
-        let mut subscription = Subscription::new(true, 2);
-        subscription.ack(7, 5);
-        subscription.ack(0, 5);
-        subscription.ack_until(9, 5);
-        assert_eq!(drain(&mut subscription, 0, 5), [2, 3, 4]);
-    }
-
-    #[test]
-    fn a_topic_that_dropped_its_oldest_entries_moves_the_cursor() {
-        let mut subscription = Subscription::new(true, 0);
-        subscription.ack(2, 5);
-        assert_eq!(drain(&mut subscription, 2, 5), [3, 4]);
-        assert_eq!(subscription.mark(), 3);
+    fn a_batch_is_acknowledged_when_all_of_its_messages_are() {
+        let mut cursor = Cursor::new(0);
+        // Messages 0 and 1 of 70 are done.
+        assert!(!cursor.ack_partly(0, 70, &[!3, -1]));
+        assert_eq!(cursor.wanted(0), Some(&vec![!3, 0x3f]));
+        assert!(!cursor.ack_partly(0, 70, &[-1]), "words that are left out are acknowledged");
+        assert_eq!(cursor.wanted(0), Some(&vec![!3, 0]));
+        assert!(cursor.ack_partly(0, 70, &[3]));
+        assert_eq!((cursor.mark(), cursor.wanted(0)), (1, None));
+        assert!(cursor.ack_partly(0, 70, &[-1, -1]), "it stays so");
     }
 
     proptest! {
-        /// Whatever the order of acknowledgements, exactly the others come again.
+        /// Whatever the order of acknowledgements, exactly the others are open.
         #[test]
-        fn acknowledged_once_means_never_again(acks in proptest::collection::vec((0_u64..20, any::<bool>()), 0..30)) {
-            let mut subscription = Subscription::new(true, 0);
-            drain(&mut subscription, 0, 20);
+        fn acknowledged_once_means_for_ever(acks in proptest::collection::vec((0_u64..20, 0_u8..3), 0..40)) {
+            let mut cursor = Cursor::new(0);
             let mut expected: BTreeSet<u64> = (0..20).collect();
-            for (entry, cumulative) in acks {
-                if cumulative {
-                    subscription.ack_until(entry, 20);
-                    expected.retain(|other| *other > entry);
-                } else {
-                    subscription.ack(entry, 20);
-                    expected.remove(&entry);
+            for (entry, kind) in acks {
+                match kind {
+                    0 => {
+                        cursor.ack_until(entry + 1);
+                        expected.retain(|other| *other > entry);
+                    }
+                    1 => {
+                        cursor.ack(entry..entry + 1);
+                        expected.remove(&entry);
+                    }
+                    _ => {
+                        cursor.ack_partly(entry, 3, &[0b101]);
+                    }
                 }
+                prop_assert_eq!(open(&cursor, 20), expected.iter().copied().collect::<Vec<_>>());
+                prop_assert_eq!(cursor.unacked_below(20), expected.len() as u64);
+                prop_assert_eq!(cursor.mark(), expected.first().copied().unwrap_or(20));
+                prop_assert!(cursor.partial().all(|(entry, _)| expected.contains(&entry)));
+                prop_assert!(cursor.acked().all(|range| range.start > cursor.mark()));
             }
-            prop_assert_eq!(subscription.backlog(20), expected.len() as u64);
-            subscription.rewind();
-            prop_assert_eq!(drain(&mut subscription, 0, 20), expected.into_iter().collect::<Vec<_>>());
         }
     }
 }

@@ -6,7 +6,7 @@
 //! producer made.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use pulsar::message::proto::{BaseCommand, CommandMessage, MessageIdData, base_command};
+use pulsar::message::proto::{BaseCommand, CommandMessage, base_command};
 use pulsar::message::{Codec, Message, Metadata};
 use tokio_util::codec::{Decoder, Encoder};
 
@@ -80,15 +80,8 @@ pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
 }
 
 /// Appends a MESSAGE with the stored tail.
-pub(super) fn put_message(out: &mut BytesMut, consumer_id: u64, id: MessageIdData, tail: &[u8]) {
+pub(super) fn put_message(out: &mut BytesMut, message: CommandMessage, tail: &[u8]) {
     let start = out.len();
-    let message = CommandMessage {
-        consumer_id,
-        message_id: id,
-        redelivery_count: None,
-        ack_set: Vec::new(),
-        consumer_epoch: None,
-    };
     let command =
         BaseCommand { r#type: base_command::Type::Message as i32, message: Some(message), ..Default::default() };
     put_command(out, command);
@@ -101,7 +94,7 @@ pub(super) fn put_message(out: &mut BytesMut, consumer_id: u64, id: MessageIdDat
 mod tests {
     use proptest::prelude::*;
     use pulsar::message::Payload;
-    use pulsar::message::proto::{CommandPing, CommandSend, MessageMetadata};
+    use pulsar::message::proto::{CommandPing, CommandSend, MessageIdData, MessageMetadata};
 
     use super::*;
 
@@ -124,7 +117,7 @@ mod tests {
         assert_eq!((tail.payload_bytes, tail.metadata.sequence_id), (8, 7));
         let mut out = BytesMut::new();
         let id = MessageIdData { ledger_id: 3, entry_id: 4, partition: Some(-1), ..Default::default() };
-        put_message(&mut out, 9, id, &tail.bytes);
+        put_message(&mut out, CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
         // The client's own decoder accepts it, checksum included.
         let passed_on = Codec.decode(&mut out).unwrap().unwrap();
         assert_eq!(passed_on.payload.unwrap().data, b"gradient");

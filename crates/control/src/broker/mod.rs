@@ -1,19 +1,32 @@
 //! The embedded broker: one node that speaks Pulsar's wire protocol on a real port.
 //!
-//! It serves a job's control plane where no cluster is at hand: topics in memory, producers, exclusive consumers and
-//! readers, with every limit in [`BrokerConfig`]. What it does not do (replication, storage, other subscription
-//! types, partitions, schemas) it answers with an error of the protocol; it never lets a client wait.
+//! It serves a job's control plane where no cluster is at hand: topics in memory, all four kinds of subscriptions,
+//! readers, compaction, exclusive producers, schemas, with every limit in [`BrokerConfig`]. What it does not do
+//! (replication, partitions, transactions, delayed delivery) it answers with an error of the protocol or leaves out;
+//! it never lets a client wait.
 //!
 //! What a bad client can cost: bytes that are no frame, or are too large, close that client's link only. A link that
 //! does not show its token in time is closed, and the number of such links is bounded. Memory is bounded by
 //! [`BrokerConfig::topic_bytes_max`], [`BrokerConfig::total_bytes_max`] and a fixed amount for each link.
 
+mod config;
 mod cursor;
+mod dispatch;
 mod frame;
+mod hash;
 mod link;
+mod log;
+mod names;
+mod outbox;
+mod producers;
+mod ranges;
 mod replies;
+mod schema;
+mod selector;
 mod session;
+mod stats;
 mod store;
+mod topic;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,68 +39,21 @@ use gradwire_proto::{Fault, FaultKind, Secret};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use store::{Limits, Store};
+pub use config::{BrokerConfig, TopicPolicy};
+pub use stats::{BrokerStats, ConsumerStats, SubscriptionStats, TopicStats};
+use store::Store;
 
 /// How often a refused `accept` (out of descriptors) is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 /// How long the broker's tasks may take to end.
 const STOP_MAX: Duration = Duration::from_secs(1);
-
-/// What an [`EmbeddedBroker`] listens on, admits and holds.
-#[derive(Clone, Debug)]
-pub struct BrokerConfig {
-    /// Address and port to listen on. Port 0 takes any free one.
-    pub listen: SocketAddr,
-    /// `host:port` that clients are told to use. Without it, each client is told the address that it reached.
-    pub advertise: Option<String>,
-    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted.
-    pub token: Option<String>,
-    /// Largest payload of one message, in bytes.
-    pub message_bytes_max: usize,
-    /// Most bytes that one topic holds. A full topic refuses messages, unless all its durable subscriptions have
-    /// acknowledged its oldest ones, or its name ends with one of [`BrokerConfig::drop_oldest_suffixes`].
-    pub topic_bytes_max: usize,
-    /// Most bytes that all topics hold together.
-    pub total_bytes_max: usize,
-    /// Most topics.
-    pub topics_max: usize,
-    /// Names of topics of which the latest records count: when full, they drop their oldest. Control logs must not
-    /// be among them: members rebuild their state from the first record on.
-    pub drop_oldest_suffixes: Vec<String>,
-    /// Most links at a time.
-    pub links_max: usize,
-    /// Most links at a time that have not shown their token yet.
-    pub pending_links_max: usize,
-    /// How long a link may take to show its token.
-    pub connect_timeout: Duration,
-    /// A link that was silent for this long is asked for a sign of life, and closed after the same time again.
-    pub keep_alive: Duration,
-}
-
-impl BrokerConfig {
-    /// The defaults, for a broker that listens at `listen`: 5 MiB per message, 64 MiB per topic, 512 MiB in all.
-    #[must_use]
-    pub fn new(listen: SocketAddr) -> Self {
-        Self {
-            listen,
-            advertise: None,
-            token: None,
-            message_bytes_max: 5 << 20,
-            topic_bytes_max: 64 << 20,
-            total_bytes_max: 512 << 20,
-            topics_max: 4096,
-            drop_oldest_suffixes: vec!["-versions".to_owned()],
-            links_max: 8192,
-            pending_links_max: 256,
-            connect_timeout: Duration::from_secs(5),
-            keep_alive: Duration::from_secs(30),
-        }
-    }
-}
+/// How often it looks for what time alone changes.
+const TICK: Duration = Duration::from_secs(1);
 
 /// A running broker, on its own thread. Dropping it stops it and closes every link.
 #[derive(Debug)]
 pub struct EmbeddedBroker {
+    broker: Arc<Broker>,
     address: SocketAddr,
     url: String,
     stop: watch::Sender<bool>,
@@ -110,14 +76,15 @@ impl EmbeddedBroker {
             .map_or_else(|| format!("pulsar://{}", reachable(address)), |advertise| format!("pulsar://{advertise}"));
         let broker = Arc::new(Broker::new(config));
         let (stop, stopped) = watch::channel(false);
+        let served = broker.clone();
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("gradwire-broker".to_owned())
             // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
-            .spawn(move || serve(&broker, listener, &started, stopped))
+            .spawn(move || serve(&served, listener, &started, stopped))
             .map_err(|error| system(format!("the embedded broker gets no thread from the system: {error}")))?;
         outcome.recv().unwrap_or_else(|_| Err(system("the embedded broker's thread ended".to_owned())))?;
-        Ok(Self { address, url, stop, thread: Some(thread) })
+        Ok(Self { broker, address, url, stop, thread: Some(thread) })
     }
 
     /// The URL for clients: `pulsar://host:port`.
@@ -130,6 +97,14 @@ impl EmbeddedBroker {
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// What it holds and whom it serves at this moment.
+    #[must_use]
+    pub fn stats(&self) -> BrokerStats {
+        let links = self.broker.links.load(Ordering::Relaxed);
+        let store = self.broker.store();
+        BrokerStats { links, bytes: store.bytes(), topics: store.stats() }
     }
 
     /// Stops the broker and closes every link. What its topics held is gone. Ends within about a second.
@@ -164,21 +139,13 @@ pub(crate) struct Broker {
 
 impl Broker {
     fn new(config: BrokerConfig) -> Self {
-        let limits = Limits {
-            topic_bytes_max: config.topic_bytes_max,
-            total_bytes_max: config.total_bytes_max,
-            topics_max: config.topics_max,
-            drop_oldest_suffixes: config.drop_oldest_suffixes.clone(),
-        };
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let ledger = u64::try_from(now.as_millis()).unwrap_or_default().max(1);
         let token = config.token.as_ref().map(|token| {
             let key = Secret::from_bytes([0x5a; 32]);
             let digest = key.proof(TOKEN_DIGEST, &[token.as_bytes()]);
             (key, digest)
         });
         Self {
-            store: Mutex::new(Store::new(limits, ledger)),
+            store: Mutex::new(Store::new(config.clone(), now_ms())),
             token,
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
@@ -223,6 +190,7 @@ fn serve(
         match TcpListener::from_std(listener) {
             Ok(listener) => {
                 let _ = started.send(Ok(()));
+                tokio::spawn(tick(broker.clone(), stopped.clone()));
                 accept(broker, &listener, stopped).await;
             }
             Err(error) => drop(started.send(failed(error))),
@@ -230,6 +198,12 @@ fn serve(
     });
     // The links saw the same signal; this bounds what they may still take.
     runtime.shutdown_timeout(STOP_MAX);
+}
+
+async fn tick(broker: Arc<Broker>, mut stopped: watch::Receiver<bool>) {
+    while tokio::time::timeout(TICK, stopped.wait_for(|stop| *stop)).await.is_err() {
+        broker.store().tick(now_ms());
+    }
 }
 
 async fn accept(broker: &Arc<Broker>, listener: &TcpListener, stopped: watch::Receiver<bool>) {
@@ -297,6 +271,12 @@ fn reachable(address: SocketAddr) -> SocketAddr {
         ip => ip,
     };
     SocketAddr::new(ip, address.port())
+}
+
+/// Milliseconds since 1970, by this machine's clock.
+fn now_ms() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_millis()).unwrap_or_default().max(1)
 }
 
 fn system(detail: String) -> Fault {

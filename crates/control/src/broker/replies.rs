@@ -1,21 +1,22 @@
 //! What the broker says: one constructor for each command that it sends.
 
 use pulsar::message::proto::{
-    BaseCommand, CommandAckResponse, CommandConnected, CommandConsumerStatsResponse, CommandError,
-    CommandGetLastMessageIdResponse, CommandGetOrCreateSchemaResponse, CommandGetSchemaResponse,
-    CommandGetTopicsOfNamespaceResponse, CommandLookupTopicResponse, CommandPartitionedTopicMetadataResponse,
-    CommandPing, CommandPong, CommandProducerSuccess, CommandSendError, CommandSendReceipt, CommandSuccess,
-    MessageIdData, ServerError, base_command::Type, command_lookup_topic_response,
-    command_partitioned_topic_metadata_response,
+    BaseCommand, CommandAckResponse, CommandActiveConsumerChange, CommandCloseConsumer, CommandCloseProducer,
+    CommandConnected, CommandConsumerStatsResponse, CommandError, CommandGetLastMessageIdResponse,
+    CommandGetOrCreateSchemaResponse, CommandGetSchemaResponse, CommandGetTopicsOfNamespaceResponse,
+    CommandLookupTopicResponse, CommandPartitionedTopicMetadataResponse, CommandPing, CommandPong,
+    CommandProducerSuccess, CommandSendError, CommandSendReceipt, CommandSuccess, MessageIdData, Schema,
+    base_command::Type, command_lookup_topic_response, command_partitioned_topic_metadata_response,
 };
 
+use super::producers::Admission;
 use super::store::Refused;
 
 /// The highest protocol version that the broker answers with.
 const PROTOCOL_VERSION_MAX: i32 = 19;
 /// How the broker names itself.
 const SERVER_VERSION: &str = concat!("gradwire-", env!("CARGO_PKG_VERSION"));
-/// The request id of an error that answers no request.
+/// The request id of what answers no request. Clients would take a small one for one of theirs.
 pub(super) const NO_REQUEST: u64 = u64::MAX;
 
 fn command(kind: Type) -> BaseCommand {
@@ -80,18 +81,44 @@ pub(super) fn lookup(request_id: u64, url: Result<String, Refused>) -> BaseComma
     BaseCommand { lookup_topic_response: Some(response), ..command(Type::LookupResponse) }
 }
 
-pub(super) fn producer_success(request_id: u64, producer_name: String) -> BaseCommand {
+pub(super) fn producer_success(
+    request_id: u64,
+    producer_name: String,
+    admission: Admission,
+    schema_version: Vec<u8>,
+) -> BaseCommand {
+    let (ready, topic_epoch) = match admission {
+        Admission::Ready { topic_epoch } => (true, topic_epoch),
+        Admission::Waiting => (false, None),
+    };
     BaseCommand {
         producer_success: Some(CommandProducerSuccess {
             request_id,
             producer_name,
             last_sequence_id: Some(-1),
-            schema_version: Some(Vec::new()),
-            topic_epoch: None,
-            producer_ready: Some(true),
+            schema_version: Some(schema_version),
+            topic_epoch,
+            producer_ready: Some(ready),
         }),
         ..command(Type::ProducerSuccess)
     }
+}
+
+/// The broker ends a producer.
+pub(super) fn close_producer(producer_id: u64) -> BaseCommand {
+    let close = CommandCloseProducer { producer_id, request_id: NO_REQUEST };
+    BaseCommand { close_producer: Some(close), ..command(Type::CloseProducer) }
+}
+
+/// The broker ends a consumer.
+pub(super) fn close_consumer(consumer_id: u64) -> BaseCommand {
+    let close = CommandCloseConsumer { consumer_id, request_id: NO_REQUEST };
+    BaseCommand { close_consumer: Some(close), ..command(Type::CloseConsumer) }
+}
+
+pub(super) fn active_consumer(consumer_id: u64, is_active: bool) -> BaseCommand {
+    let change = CommandActiveConsumerChange { consumer_id, is_active: Some(is_active) };
+    BaseCommand { active_consumer_change: Some(change), ..command(Type::ActiveConsumerChange) }
 }
 
 pub(super) fn receipt(producer_id: u64, sequence_id: u64, highest: Option<u64>, id: MessageIdData) -> BaseCommand {
@@ -133,11 +160,12 @@ pub(super) fn last_message_id(request_id: u64, last: MessageIdData, mark: Messag
     }
 }
 
-pub(super) fn topics(request_id: u64, topics: Vec<String>) -> BaseCommand {
+pub(super) fn topics(request_id: u64, topics: Vec<String>, filtered: bool) -> BaseCommand {
     BaseCommand {
         get_topics_of_namespace_response: Some(CommandGetTopicsOfNamespaceResponse {
             request_id,
             topics,
+            filtered: Some(filtered),
             ..Default::default()
         }),
         ..command(Type::GetTopicsOfNamespaceResponse)
@@ -148,26 +176,29 @@ pub(super) fn stats(response: CommandConsumerStatsResponse) -> BaseCommand {
     BaseCommand { consumer_stats_response: Some(response), ..command(Type::ConsumerStatsResponse) }
 }
 
-pub(super) fn no_schema(request_id: u64, topic: &str) -> BaseCommand {
-    BaseCommand {
-        get_schema_response: Some(CommandGetSchemaResponse {
-            request_id,
-            error_code: Some(ServerError::TopicNotFound as i32),
-            error_message: Some(format!("topic {topic} has no schema")),
-            ..Default::default()
-        }),
-        ..command(Type::GetSchemaResponse)
+pub(super) fn schema(request_id: u64, found: Result<(Vec<u8>, Schema), Refused>) -> BaseCommand {
+    let mut response = CommandGetSchemaResponse { request_id, ..Default::default() };
+    match found {
+        Ok((version, schema)) => {
+            response.schema = Some(schema);
+            response.schema_version = Some(version);
+        }
+        Err(Refused(error, message)) => {
+            response.error_code = Some(error as i32);
+            response.error_message = Some(message);
+        }
     }
+    BaseCommand { get_schema_response: Some(response), ..command(Type::GetSchemaResponse) }
 }
 
-pub(super) fn schemas_not_kept(request_id: u64) -> BaseCommand {
-    BaseCommand {
-        get_or_create_schema_response: Some(CommandGetOrCreateSchemaResponse {
-            request_id,
-            error_code: Some(ServerError::NotAllowedError as i32),
-            error_message: Some("the embedded broker keeps no schemas".to_owned()),
-            ..Default::default()
-        }),
-        ..command(Type::GetOrCreateSchemaResponse)
+pub(super) fn schema_version(request_id: u64, version: Result<Vec<u8>, Refused>) -> BaseCommand {
+    let mut response = CommandGetOrCreateSchemaResponse { request_id, ..Default::default() };
+    match version {
+        Ok(version) => response.schema_version = Some(version),
+        Err(Refused(error, message)) => {
+            response.error_code = Some(error as i32);
+            response.error_message = Some(message);
+        }
     }
+    BaseCommand { get_or_create_schema_response: Some(response), ..command(Type::GetOrCreateSchemaResponse) }
 }

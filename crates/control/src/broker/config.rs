@@ -1,0 +1,103 @@
+//! What an embedded broker listens on, admits and holds.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// What an [`EmbeddedBroker`](super::EmbeddedBroker) listens on, admits and holds.
+#[derive(Clone, Debug)]
+pub struct BrokerConfig {
+    /// Address and port to listen on. Port 0 takes any free one.
+    pub listen: SocketAddr,
+    /// `host:port` that clients are told to use. Without it, each client is told the address that it reached.
+    pub advertise: Option<String>,
+    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted.
+    pub token: Option<String>,
+    /// Largest payload of one message, in bytes.
+    pub message_bytes_max: usize,
+    /// Most bytes that one topic holds. A full topic drops what all its durable subscriptions have acknowledged, then
+    /// what its policy lets it drop, and else refuses messages.
+    pub topic_bytes_max: usize,
+    /// Most bytes that all topics hold together.
+    pub total_bytes_max: usize,
+    /// Most topics.
+    pub topics_max: usize,
+    /// What topics keep, by the ends of their names; the first that fits counts. Topics without policy keep everything
+    /// until they are full.
+    pub policies: Vec<TopicPolicy>,
+    /// A Shared or Key_Shared consumer gets no more while it holds this many unacknowledged messages.
+    pub unacked_per_consumer_max: u64,
+    /// The same for all consumers of a subscription together.
+    pub unacked_per_subscription_max: u64,
+    /// Most links at a time.
+    pub links_max: usize,
+    /// Most links at a time that have not shown their token yet.
+    pub pending_links_max: usize,
+    /// How long a link may take to show its token.
+    pub connect_timeout: Duration,
+    /// A link that was silent for this long is asked for a sign of life, and closed after the same time again.
+    pub keep_alive: Duration,
+}
+
+impl BrokerConfig {
+    /// The defaults, for a broker that listens at `listen`: 5 MiB per message, 64 MiB per topic, 512 MiB in all; topics
+    /// whose names end with `-versions` or `-snapshots` are compacted, and the former drop their oldest when that is
+    /// not enough.
+    #[must_use]
+    pub fn new(listen: SocketAddr) -> Self {
+        Self {
+            listen,
+            advertise: None,
+            token: None,
+            message_bytes_max: 5 << 20,
+            topic_bytes_max: 64 << 20,
+            total_bytes_max: 512 << 20,
+            topics_max: 4096,
+            policies: vec![
+                TopicPolicy { compact: true, drop_oldest: true, ..TopicPolicy::for_suffix("-versions") },
+                TopicPolicy { compact: true, ..TopicPolicy::for_suffix("-snapshots") },
+            ],
+            unacked_per_consumer_max: 50_000,
+            unacked_per_subscription_max: 200_000,
+            links_max: 8192,
+            pending_links_max: 256,
+            connect_timeout: Duration::from_secs(5),
+            keep_alive: Duration::from_secs(30),
+        }
+    }
+
+    /// The policy of a topic.
+    pub(super) fn policy(&self, topic: &str) -> TopicPolicy {
+        self.policies.iter().find(|policy| topic.ends_with(&policy.suffix)).cloned().unwrap_or_default()
+    }
+}
+
+/// What a topic keeps.
+///
+/// A log from which others rebuild their state must have neither `drop_oldest` nor retention or a time to live: it
+/// would lose its head without a word. Such a log refuses messages when it is full.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TopicPolicy {
+    /// The end of the names of the topics that it is for.
+    pub suffix: String,
+    /// Most bytes that are kept of what all durable subscriptions have acknowledged. All of a topic counts as
+    /// acknowledged while it has no durable subscription.
+    pub retention_bytes: Option<usize>,
+    /// How long what all durable subscriptions have acknowledged is kept, counted from its arrival.
+    pub retention_time: Option<Duration>,
+    /// Messages that are older than this count as acknowledged by every subscription.
+    pub time_to_live: Option<Duration>,
+    /// Whether a full topic drops its oldest messages, acknowledged or not.
+    pub drop_oldest: bool,
+    /// Whether messages go for which a newer one of their key is there, and empty ones with a key. Their numbers do not
+    /// come again, and durable subscriptions that read all messages get them first. Batches and chunked messages stay
+    /// as they are. It happens by itself when half of what the topic holds would go, and before it is full.
+    pub compact: bool,
+}
+
+impl TopicPolicy {
+    /// A policy that keeps everything, for topics whose names end with `suffix`.
+    #[must_use]
+    pub fn for_suffix(suffix: &str) -> Self {
+        Self { suffix: suffix.to_owned(), ..Self::default() }
+    }
+}
