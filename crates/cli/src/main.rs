@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod aggregate;
 mod args;
 mod bench;
 mod broker;
@@ -42,6 +43,7 @@ enum Command {
     Bench(bench::BenchArgs),
     Doctor(doctor::DoctorArgs),
     Broker(broker::BrokerArgs),
+    Aggregate(aggregate::AggregateArgs),
     Secret(secret::SecretArgs),
     #[command(name = "__agent", hide = true)]
     Agent(agent::AgentArgs),
@@ -49,6 +51,8 @@ enum Command {
     Exec(agent::exec::ExecArgs),
     #[command(name = "__demo-rank", hide = true)]
     DemoRank(demo::DemoRankArgs),
+    #[command(name = "__demo-federated", hide = true)]
+    DemoFederated(demo::DemoFederatedArgs),
     #[command(name = "__bench-rank", hide = true)]
     BenchRank(bench::BenchRankArgs),
 }
@@ -62,10 +66,12 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Broker(args) => broker::run(&args),
+        Command::Aggregate(args) => aggregate::run(&args),
         Command::Secret(args) => secret::run(&args),
         Command::Agent(args) => agent::run(&args),
         Command::Exec(args) => agent::exec::run(&args),
         Command::DemoRank(args) => demo::run_rank(args),
+        Command::DemoFederated(args) => demo::run_federated(&args),
         Command::BenchRank(args) => bench::run_rank(args),
     }
 }
@@ -96,6 +102,8 @@ mod tests {
             "gradwire launch -H a:2,b:2 --transport tcp --wire fp16 -- python -c pass",
             "gradwire launch -n 1 --env A=b --env PATH --job j --broker pulsar://h:1 -- ./x --help",
             "gradwire doctor --json",
+            "gradwire aggregate --job j --broker pulsar://h:1 --quorum 3 --late carry --round-deadline 0.5 --memory 2GiB",
+            "gradwire demo --mode federated --ranks 4 --aggregators 2 --wire fp16",
             "gradwire secret",
         ] {
             assert!(read(good).is_ok(), "{good}: {}", read(good).unwrap_err());
@@ -109,6 +117,9 @@ mod tests {
             "gradwire launch -n 2 -H a:0 -- true",
             "gradwire launch -n 2 --transport ib -- true",
             "gradwire launch -n 2 --broker here -- true",
+            "gradwire aggregate --broker embedded",
+            "gradwire aggregate --late sometimes",
+            "gradwire demo --aggregators 0",
         ] {
             assert!(read(bad).is_err(), "{bad}");
         }

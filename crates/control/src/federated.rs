@@ -202,6 +202,65 @@ mod tests {
         ContributorConfig::new(job, Rank(1), 4, 10_000)
     }
 
+    /// A change here is a change of the format: it needs a new version.
+    #[test]
+    fn records_are_as_documented() {
+        use gradwire_proto::Round;
+        use gradwire_proto::rounds::{Body, Closed, Contribution, Published};
+
+        use crate::record::{Header, RECORD_VERSION, RecordKey, tests::golden};
+
+        let key = RecordKey::new(Secret::from_bytes([0x55; 32]), "digits");
+        let ids = |first: u8| std::array::from_fn(|i| first + i as u8);
+        let check = |name: &str, kind, rank, body: &[u8]| {
+            let header = Header { version: RECORD_VERSION, kind, instance: ids(0), id: ids(0x10), rank: Rank(rank) };
+            assert_eq!(gradwire_proto::secret::hex(&key.seal(header, body)), golden(name), "{name}");
+        };
+        let (round, contribution, crc) = (Round(7), ids(0x30), 0xcbf4_3926);
+        let entry = |contributor, origin| Entry { contributor: Rank(contributor), origin: Round(origin) };
+        let open = Open {
+            contributors: 4,
+            quorum: 3,
+            late: LatePolicy::Carry,
+            wire: WireFormat::Fp16,
+            op: ReduceOp::Mean,
+            shard_elements: 4096,
+            elements: 9610,
+        };
+        for (name, rank, body) in [
+            ("federated-open", 1, Body::Open(open)),
+            ("federated-contributed", 1, Body::Contributed { round, contribution, crcs: vec![crc, 1, 2].into() }),
+            ("federated-close", 0, Body::Close { round, entries: vec![entry(0, 7), entry(2, 6)] }),
+            (
+                "federated-published",
+                0,
+                Body::Published { round, shard: 2, result: Published { crc, ledger: 12, entry: 345 } },
+            ),
+            ("federated-joined", u32::MAX, Body::AggregatorJoined { aggregator: contribution }),
+        ] {
+            check(name, body.kind(), rank, &body.encode());
+        }
+        let data: Vec<u8> = (0..8).collect();
+        let (header, data) = crate::pieces::split(&data, 4096).next().expect("a piece");
+        let update = bulk::Update { round, contribution, shard: 2, header, data };
+        check("federated-update", Body::UPDATE, 1, &update.encode());
+        let mut log = gradwire_proto::rounds::Log::default();
+        log.apply(Rank(0), &Body::Open(Open { contributors: 1, quorum: 1, elements: 4096, ..open }));
+        for round in 1..=7 {
+            let attempt = if round == 7 { contribution } else { [round as u8; 16] };
+            let crcs = vec![0].into();
+            log.apply(Rank(0), &Body::Contributed { round: Round(round), contribution: attempt, crcs });
+            if round < 7 {
+                let result = Published { crc, ledger: 0, entry: 0 };
+                log.apply(Rank(0), &Body::Published { round: Round(round), shard: 0, result });
+            }
+        }
+        let closed: &Closed = log.closed().expect("closed");
+        assert_eq!(closed.entries, [(entry(0, 7), Contribution { id: contribution, crcs: vec![0].into() })]);
+        let result = bulk::ResultPiece { round, shard: 2, digest: closed.digest(), header, data };
+        check("federated-result", Body::RESULT, 0, &result.encode());
+    }
+
     #[test]
     fn shards_are_about_thirty_two_and_never_too_many_or_too_large() {
         for elements in [1, 4096, 9610, 1 << 20, 100 << 20, 1 << 32, (1 << 36) - 1] {

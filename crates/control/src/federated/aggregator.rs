@@ -107,6 +107,7 @@ struct Shared {
     results: AtomicU64,
     rounds: AtomicU64,
     links_lost: AtomicU64,
+    complete: AtomicU64,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -163,6 +164,12 @@ impl Aggregator {
     #[must_use]
     pub fn number(&self) -> Option<u32> {
         lock(&self.shared.state).number.map(|number| number.0)
+    }
+
+    /// The last round that is complete; 0 if none is.
+    #[must_use]
+    pub fn complete_round(&self) -> u64 {
+        self.shared.complete.load(Ordering::Relaxed)
     }
 
     /// Why the broker cannot be used, while it cannot.

@@ -72,6 +72,8 @@ struct Shared {
     /// Why the thread ended.
     ended: Mutex<Option<Fault>>,
     links_lost: AtomicU64,
+    bytes_sent: AtomicU64,
+    bytes_read: AtomicU64,
     /// Messages of the results topic that are not results of this job.
     rejected: AtomicU64,
 }
@@ -113,6 +115,12 @@ impl Contributor {
         &self.open
     }
 
+    /// Which contributor this is.
+    #[must_use]
+    pub const fn number(&self) -> Rank {
+        self.contributor
+    }
+
     /// The round to contribute to now: the first one that is not closed, as far as this contributor has heard. After a
     /// restart, this is where to go on.
     #[must_use]
@@ -124,6 +132,12 @@ impl Contributor {
     #[must_use]
     pub fn links_lost(&self) -> u64 {
         self.shared.links_lost.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of contributions that were sent, and of results that were read, with what surrounds them.
+    #[must_use]
+    pub fn bytes(&self) -> (u64, u64) {
+        (self.shared.bytes_sent.load(Ordering::Relaxed), self.shared.bytes_read.load(Ordering::Relaxed))
     }
 
     /// How many messages of the results topic were left out: forged, malformed, or of something else.

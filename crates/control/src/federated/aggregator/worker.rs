@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::FuturesOrdered;
-use gradwire_proto::rounds::{Body, Change, ContributionId, Entry, LatePolicy, Open};
+use gradwire_proto::rounds::{Body, Change, ContributionId, Entry, LatePolicy, Log, Open};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Round, Step, UnitIndex};
 use pulsar::consumer::Message as Received;
 use pulsar::producer::Message;
@@ -151,6 +151,7 @@ impl Worker {
         {
             // Contributions that were heard of while there was no link count from now.
             let log = self.follower.log();
+            self.shared.complete.store(log.round().0 - 1, Ordering::Relaxed);
             let is_known = self.begun.is_some_and(|(round, _)| round == log.round());
             if !is_known && log.arrived().next().is_some() {
                 self.begun = Some((log.round(), Instant::now()));
@@ -387,6 +388,7 @@ impl Worker {
     /// A round is complete: what this aggregator did for it becomes a version. Who did the last of it says with whom.
     fn complete(&mut self, round: Round, number: Rank, is_last: bool) {
         self.shared.rounds.fetch_add(1, Ordering::Relaxed);
+        self.shared.complete.store(round.0, Ordering::Relaxed);
         let entries = self.follower.log().complete(round).map(|complete| complete.entries.clone()).unwrap_or_default();
         let own = std::mem::take(&mut self.own);
         if !own.is_empty() {
@@ -407,14 +409,14 @@ impl Worker {
     fn next_due(&self, link: &Link) -> Option<Instant> {
         let log = self.follower.log();
         let told = self.rejected.as_ref().map(|(.., since)| *since + REJECTED_INTERVAL);
-        let close = self.closes_at(link).filter(|_| log.has_quorum());
+        let close = self.closes_at(link, &log);
         link.hand_back_at.into_iter().chain(link.hold.stalls_next(&log)).chain(close).chain(told).min()
     }
 
     /// When this aggregator proposes to close the current round, if a quorum is there.
-    fn closes_at(&self, link: &Link) -> Option<Instant> {
-        let log = self.follower.log();
-        let (_, begun) = self.begun.filter(|(round, _)| *round == log.round() && link.proposed != Some(*round))?;
+    fn closes_at(&self, link: &Link, log: &Log) -> Option<Instant> {
+        let is_due = |round: Round| round == log.round() && link.proposed != Some(round) && log.has_quorum();
+        let (_, begun) = self.begun.filter(|(round, _)| is_due(*round))?;
         let number = link.author.rank;
         let steps = match log.closer() {
             Some(closer) if closer == number => 0,
@@ -437,11 +439,12 @@ impl Worker {
             let number = link.author.rank.0;
             self.audit(AuditKind::Rejected, format!("aggregator {number}: {count} messages rejected, the last: {why}"));
         }
-        if self.closes_at(link).is_some_and(|at| at <= now) && self.follower.log().has_quorum() {
-            let (round, proposal) = {
-                let log = self.follower.log();
-                (log.round(), log.proposal())
-            };
+        let proposal = {
+            let log = self.follower.log();
+            let is_due = self.closes_at(link, &log).is_some_and(|at| at <= now);
+            is_due.then(|| (log.round(), log.proposal()))
+        };
+        if let Some((round, proposal)) = proposal {
             link.proposed = Some(round);
             link.append(&proposal).await?;
         }

@@ -101,6 +101,8 @@ impl Worker {
             unlinked: std::sync::Mutex::default(),
             ended: std::sync::Mutex::default(),
             links_lost: AtomicU64::new(0),
+            bytes_sent: AtomicU64::new(0),
+            bytes_read: AtomicU64::new(0),
             rejected: AtomicU64::new(0),
         };
         Self {
@@ -268,6 +270,7 @@ impl Worker {
             let message = Message { payload, partition_key: Some(shard.to_string()), ..Default::default() };
             let sent = send(&mut link.updates, message).await?;
             sending.in_flight_bytes += bytes;
+            self.shared.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
             receipts.push_back(Box::pin(async move {
                 receipt_place(sent, BULK_RECEIPT_MAX).await.map(|_| Some((contribution, bytes)))
             }));
@@ -372,6 +375,7 @@ impl Worker {
 
     fn read_result(&mut self, open: &Open, position: crate::link::Position, message: &[u8]) {
         let Some(results) = &mut self.results else { return };
+        self.shared.bytes_read.fetch_add(message.len() as u64, Ordering::Relaxed);
         let own = |header: &Header| {
             header.version == RECORD_VERSION
                 && header.kind == Body::RESULT
