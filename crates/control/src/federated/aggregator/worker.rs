@@ -52,6 +52,8 @@ pub(super) struct Worker {
     publisher: Publisher,
     outbox: Outbox,
     shared: Arc<Shared>,
+    /// The aggregator's number, once it has subscribed.
+    number: Option<Rank>,
     /// Shards of the current round whose result was this aggregator's.
     own: BTreeMap<u32, u32>,
     /// When the current round's first contribution was heard of.
@@ -94,6 +96,7 @@ impl Worker {
             publisher,
             outbox,
             shared,
+            number: None,
             own: BTreeMap::new(),
             begun: None,
             rejected: None,
@@ -161,9 +164,16 @@ impl Worker {
             let mut state = lock(&self.shared.state);
             (state.number, state.unlinked) = (Some(link.author.rank), None);
         }
+        // Set when it was told to stop: by when it is gone.
+        let mut leaving: Option<Instant> = None;
         loop {
             self.settle(&mut link, &open).await?;
-            let due = self.next_due(&link);
+            if leaving.is_some_and(|by| by <= Instant::now() || self.may_leave()) {
+                // What is held goes to others.
+                let _ = timeout(FAREWELL_MAX / 4, link.updates.close()).await;
+                return Ok(Stopped);
+            }
+            let due = self.next_due(&link).into_iter().chain(leaving).min();
             let mut applied = None;
             tokio::select! {
                 message = link.updates.next() => self.received(&mut link, &open, message)?,
@@ -186,9 +196,10 @@ impl Worker {
                     self.outbox.prepare(&item, key, (*instance, *rank), random_id);
                 }
                 () = until(due) => self.time_passed(&mut link).await?,
-                _ = stopped.wait_for(|stop| *stop) => {
-                    self.say_farewell(&mut link).await;
-                    return Ok(Stopped);
+                _ = stopped.wait_for(|stop| *stop), if leaving.is_none() => {
+                    leaving = Some(Instant::now() + FAREWELL_MAX);
+                    self.audit(AuditKind::Left, format!("aggregator {} stopped", link.author.rank.0));
+                    self.outbox.hurry();
                 }
             }
             if let Some(applied) = applied {
@@ -202,17 +213,15 @@ impl Worker {
         let job = &self.config.job;
         let name = unique_name(&job.instance, u32::MAX, &random_id()[..8]);
         let client = Client::connect(&job.broker, OPEN_MAX).await?;
-        let (own, begun) = (&mut self.own, &mut self.begun);
-        let mut log = self
-            .follower
-            .open(&client, &name, OPEN_MAX, |applied| {
-                // What happened while there was no link.
-                if matches!(applied.change, Change::Complete(_)) {
-                    own.clear();
-                    *begun = None;
-                }
-            })
-            .await?;
+        // What came of this aggregator's results while it had no link.
+        let (number, mut missed) = (self.number, Vec::new());
+        let is_own = |applied: &Applied| {
+            number.is_some() && matches!(applied.change, Change::Published(_) | Change::Complete(_))
+        };
+        let mut keep = |applied: &Applied| missed.extend(is_own(applied).then(|| applied.clone()));
+        let mut log = self.follower.open(&client, &name, OPEN_MAX, &mut keep).await?;
+        missed.iter().for_each(|applied| self.record(applied));
+        let job = &self.config.job;
         if self.follower.log().open().is_none() && self.follower.unverified > 0 {
             return Err(secret_mismatch(job).into());
         }
@@ -244,6 +253,7 @@ impl Worker {
             }
             self.follower.next(&mut log).await?;
         };
+        self.number = Some(author.rank);
         let hold = Hold::new(self.config.memory_bytes_max, Instant::now());
         let publishing = Publishing::new(self.config.piece_bytes);
         self.audit(AuditKind::Joined, format!("aggregator {} subscribed as {name}", author.rank.0));
@@ -374,14 +384,21 @@ impl Worker {
             Change::Aggregator(_) | Change::Opened | Change::None => {}
         }
         drop(log);
-        if let Body::Published { shard, result, .. } = &applied.body
-            && matches!(applied.change, Change::Published(_) | Change::Complete(_))
-            && applied.rank == link.author.rank
+        self.record(applied);
+    }
+
+    /// Keeps what this aggregator did, and writes it down once its round is complete.
+    fn record(&mut self, applied: &Applied) {
+        let Some(number) = self.number else { return };
+        let own = applied.rank == number;
+        if let (Body::Published { shard, result, .. }, Change::Published(_) | Change::Complete(_)) =
+            (&applied.body, applied.change)
+            && own
         {
             self.own.insert(*shard, result.crc);
         }
         if let Change::Complete(round) = applied.change {
-            self.complete(round, link.author.rank, applied.rank == link.author.rank);
+            self.complete(round, number, own);
         }
     }
 
@@ -451,32 +468,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Writes down what is left to be said. What is held goes to others when the link ends.
-    async fn say_farewell(&mut self, link: &mut Link) {
-        self.audit(AuditKind::Left, format!("aggregator {} stopped", link.author.rank.0));
-        self.outbox.hurry();
-        let rest = async {
-            while !self.outbox.is_empty() {
-                while let Some(part) = self.outbox.next_to_send() {
-                    let producer = if part.topic == Topic::Versions { &mut link.versions } else { &mut link.audit };
-                    let message = Message { payload: part.payload, partition_key: part.key, ..Default::default() };
-                    link.published.push_back(Box::pin(receipt(send(producer, message).await?)));
-                }
-                tokio::select! {
-                    Some(received) = link.published.next() => {
-                        received?;
-                        self.outbox.settle();
-                    }
-                    item = self.outbox.take() => {
-                        let Author { key, instance, rank } = &link.author;
-                        self.outbox.prepare(&item, key, (*instance, *rank), random_id);
-                    }
-                }
-            }
-            Ok::<(), LinkError>(())
-        };
-        let _ = timeout(FAREWELL_MAX, rest).await;
-        let _ = timeout(FAREWELL_MAX / 4, link.updates.close()).await;
+    /// Whether nothing is left to be done and said: a round that is decided is brought to its end.
+    fn may_leave(&self) -> bool {
+        self.outbox.is_empty() && self.follower.log().closed().is_none()
     }
 
     fn tell(&mut self, number: Rank, event: &Event, open: &Open) {
