@@ -16,7 +16,7 @@ use gradwire_control::JobName;
 use admin::Admin;
 use plan::{Namespace, Plan};
 use setup::Row;
-pub(crate) use token::{expiry_in_words, read_token};
+pub(crate) use token::read_token;
 
 /// Prepare an Apache Pulsar cluster for jobs.
 #[derive(Debug, clap::Args)]
