@@ -61,6 +61,24 @@ impl fmt::Display for Wire {
     }
 }
 
+/// How the ranks of the demo meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mode {
+    /// They exchange gradients directly.
+    Allreduce,
+    /// They share no network but the broker's: aggregators add up what they send there as messages.
+    Federated,
+}
+
+/// What happens to contributions that come after their round was closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Late {
+    /// They do not count.
+    Reject,
+    /// They count in the next round.
+    Carry,
+}
+
 /// Where the control plane runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BrokerChoice {
@@ -92,6 +110,33 @@ impl fmt::Display for BrokerChoice {
     }
 }
 
+/// A number of bytes, as people write it: a number, or one with KiB, MiB or GiB.
+pub(crate) fn bytes(text: &str) -> Result<usize, String> {
+    let text = text.trim();
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let shift = match unit.trim_start() {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        unit => return Err(format!("unknown unit '{unit}': write bytes, or use KiB, MiB or GiB, as in 64MiB")),
+    };
+    let number: usize = digits.parse().map_err(|_| "no number of bytes: write one as in 64MiB".to_owned())?;
+    number.checked_mul(1 << shift).ok_or_else(|| format!("{text} is too much"))
+}
+
+/// A time in seconds, as people write it.
+pub(crate) fn seconds(text: &str) -> Result<std::time::Duration, String> {
+    let number = text.trim().trim_end_matches('s').trim_end();
+    let wrong = || format!("'{text}' is no time: write seconds, as in 30 or 0.5");
+    let number: f64 = number.parse().map_err(|_| wrong())?;
+    // A year is enough for everybody.
+    if !(0.0..=31_536_000.0).contains(&number) {
+        return Err(wrong());
+    }
+    Ok(std::time::Duration::from_secs_f64(number))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,6 +148,22 @@ mod tests {
         }
         for transport in Transport::value_variants() {
             assert_eq!(Transport::from_str(transport.as_str(), false).as_ref(), Ok(transport));
+        }
+    }
+
+    #[test]
+    fn bytes_and_seconds_are_read_as_people_write_them() {
+        for (text, expected) in [("0", 0), ("4096", 4096), ("64 KiB", 64 << 10), ("1GiB", 1 << 30), ("7B", 7)] {
+            assert_eq!(bytes(text), Ok(expected));
+        }
+        for bad in ["", "MiB", "-1", "1.5MiB", "1MB", "99999999999999999999", "99999999999GiB"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+        for (text, milliseconds) in [("30", 30_000), ("0.5", 500), ("2s", 2000), ("0", 0)] {
+            assert_eq!(seconds(text).map(|time| time.as_millis()), Ok(milliseconds));
+        }
+        for bad in ["", "-1", "x", "NaN", "inf", "1e12"] {
+            assert!(seconds(bad).is_err(), "{bad}");
         }
     }
 

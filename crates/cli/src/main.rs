@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod aggregate;
 mod args;
 mod bench;
 mod broker;
@@ -47,6 +48,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Broker(broker::BrokerArgs),
     Pulsar(pulsar::PulsarArgs),
+    Aggregate(aggregate::AggregateArgs),
     Secret(secret::SecretArgs),
     Trace(trace::TraceArgs),
     #[command(name = "__agent", hide = true)]
@@ -55,6 +57,8 @@ enum Command {
     Exec(agent::exec::ExecArgs),
     #[command(name = "__demo-rank", hide = true)]
     DemoRank(demo::DemoRankArgs),
+    #[command(name = "__demo-federated", hide = true)]
+    DemoFederated(demo::DemoFederatedArgs),
     #[command(name = "__bench-rank", hide = true)]
     BenchRank(bench::BenchRankArgs),
 }
@@ -69,11 +73,13 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Broker(args) => broker::run(&args),
         Command::Pulsar(args) => pulsar::run(&args),
+        Command::Aggregate(args) => aggregate::run(&args),
         Command::Secret(args) => secret::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Agent(args) => agent::run(&args),
         Command::Exec(args) => agent::exec::run(&args),
         Command::DemoRank(args) => demo::run_rank(args),
+        Command::DemoFederated(args) => demo::run_federated(&args),
         Command::BenchRank(args) => bench::run_rank(args),
     }
 }
@@ -104,6 +110,8 @@ mod tests {
             "gradwire launch -H a:2,b:2 --transport tcp --wire fp16 -- python -c pass",
             "gradwire launch -n 1 --env A=b --env PATH --job j --broker pulsar://h:1 -- ./x --help",
             "gradwire doctor --json",
+            "gradwire aggregate --job j --broker pulsar://h:1 --quorum 3 --late carry --round-deadline 0.5 --memory 2GiB",
+            "gradwire demo --mode federated --ranks 4 --aggregators 2 --wire fp16",
             "gradwire secret",
             "gradwire pulsar setup --admin http://h:8080 --tenant t --namespace n --job j --role a --role b --dry-run",
         ] {
@@ -122,6 +130,9 @@ mod tests {
             "gradwire pulsar setup --admin pulsar://h:6650 --tenant t --namespace n --job j",
             "gradwire pulsar setup --admin http://h --tenant t/x --namespace n --job j",
             "gradwire pulsar setup --admin http://h --tenant t --namespace n --job J",
+            "gradwire aggregate --broker embedded",
+            "gradwire aggregate --late sometimes",
+            "gradwire demo --aggregators 0",
         ] {
             assert!(read(bad).is_err(), "{bad}");
         }

@@ -11,6 +11,7 @@
 mod access;
 pub mod broker;
 mod copies;
+pub mod federated;
 mod job;
 mod link;
 mod outbox;

@@ -30,6 +30,8 @@ use crate::record::Instance;
 
 /// How long one request to the broker may take.
 const OPERATION_MAX: Duration = Duration::from_secs(5);
+/// How many records are read ahead.
+const READ_AHEAD: u32 = 1000;
 /// How often the broker is asked for a sign of life.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
@@ -192,7 +194,20 @@ impl Client {
         (start, compacted): (Start, bool),
         time_max: Duration,
     ) -> Result<Reader<Vec<u8>, TokioExecutor>, LinkError> {
-        let mut options = ConsumerOptions::default().durable(false).read_compacted(compacted);
+        self.bounded_reader(topic, name, (start, compacted), READ_AHEAD, time_max).await
+    }
+
+    /// As [`Client::reader`], for messages so large that only so many may be read ahead.
+    pub(crate) async fn bounded_reader(
+        &self,
+        topic: &str,
+        name: &str,
+        (start, compacted): (Start, bool),
+        ahead: u32,
+        time_max: Duration,
+    ) -> Result<Reader<Vec<u8>, TokioExecutor>, LinkError> {
+        let mut options =
+            ConsumerOptions::default().durable(false).read_compacted(compacted).with_receiver_queue_size(ahead);
         options = match start {
             Start::Earliest => options.with_initial_position(InitialPosition::Earliest),
             Start::Latest => options.with_initial_position(InitialPosition::Latest),
@@ -207,6 +222,7 @@ impl Client {
             // A name of its own: an exclusive one that a lost link still holds would make us wait.
             .with_subscription(name)
             .with_consumer_name(name)
+            .with_batch_size(ahead)
             .with_options(options)
             .into_reader();
         let reader = timeout(time_max, build).await;
@@ -326,9 +342,14 @@ pub(crate) async fn next(reader: &mut Reader<Vec<u8>, TokioExecutor>) -> Result<
 
 /// Waits for a receipt, but not for ever: without one the message may or may not be there.
 pub(crate) async fn receipt(sent: SendFuture) -> Result<(), LinkError> {
-    let receipt = timeout(OPERATION_MAX, sent).await;
-    receipt.map_err(|_| LinkError::timed_out("a receipt", OPERATION_MAX))??;
-    Ok(())
+    receipt_place(sent, OPERATION_MAX).await.map(drop)
+}
+
+/// As [`receipt`], within `time_max`; tells where the message is, if the broker says so.
+pub(crate) async fn receipt_place(sent: SendFuture, time_max: Duration) -> Result<Option<Position>, LinkError> {
+    let receipt = timeout(time_max, sent).await;
+    let receipt = receipt.map_err(|_| LinkError::timed_out("a receipt", time_max))??;
+    Ok(receipt.message_id.as_ref().map(Position::of))
 }
 
 pub(crate) async fn send(producer: &mut Producer<TokioExecutor>, message: Message) -> Result<SendFuture, LinkError> {

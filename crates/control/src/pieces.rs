@@ -9,6 +9,8 @@ use gradwire_proto::wire::{Malformed, Reader};
 
 /// Largest data that is cut into pieces.
 pub(crate) const DATA_BYTES_MAX: usize = 64 << 20;
+/// What a header takes.
+pub(crate) const HEADER_BYTES: usize = 16;
 /// Smallest pieces that may be asked for: so that there are never very many.
 pub(crate) const PIECE_BYTES_MIN: usize = 4 << 10;
 /// Largest pieces: they fit a record.
@@ -154,6 +156,11 @@ impl<K: Ord + Clone> Collector<K> {
         Some(open.data)
     }
 
+    /// Whether data is being put together for this key.
+    pub(crate) fn is_open(&self, key: &K) -> bool {
+        self.open.contains_key(key)
+    }
+
     fn make_room(&mut self, bytes: usize) {
         while self.bytes + bytes > self.bytes_max {
             let Some(oldest) = self.open.iter().min_by_key(|(_, open)| open.number).map(|(key, _)| key.clone()) else {
@@ -179,7 +186,7 @@ mod tests {
         let header = PieceHeader { bytes: 9000, crc: 7, offset: 4096, index: 1, count: 3 };
         let mut bytes = Vec::new();
         header.encode(&mut bytes);
-        assert_eq!(bytes.len(), 16);
+        assert_eq!(bytes.len(), HEADER_BYTES);
         assert_eq!(PieceHeader::decode(&mut Reader::new(&bytes)), Ok(header));
         for bad in [
             PieceHeader { bytes: u32::MAX, ..header },

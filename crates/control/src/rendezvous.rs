@@ -377,7 +377,9 @@ impl Rendezvous {
                 let detail = format!("{rank} left before the job had started; look at its output for the reason");
                 self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
             }
-            Change::Gone(_, Departure::Suspected(by)) if matches!(self.state, State::Joining) => {
+            Change::Gone(member, Departure::Suspected(by))
+                if member.id == self.me.join_id && matches!(self.state, State::Joining) =>
+            {
                 self.fail(self.removed(Some(by)));
             }
             Change::Diverged if matches!(self.state, State::Member) => {

@@ -29,6 +29,10 @@ id!(
     Step(u64), "step "
 );
 id!(
+    /// A round of the federated mode. The first is 1.
+    Round(u64), "round "
+);
+id!(
     /// A declared tensor: its index in the agreed declaration order, the same on every rank.
     TensorId(u32), "tensor "
 );
@@ -78,6 +82,14 @@ impl UnitIndex {
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
+    }
+}
+
+impl Round {
+    /// The round after this one.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0 + 1)
     }
 }
 

@@ -20,11 +20,12 @@ pub mod manifest;
 pub mod member;
 pub mod membership;
 pub mod plan;
+pub mod rounds;
 pub mod secret;
 pub mod session;
 pub mod wire;
 
 pub use dtype::{Collective, DType, ReduceOp, WireFormat};
 pub use fault::{Fault, FaultKind, Scope};
-pub use ids::{Attempt, BucketId, Epoch, Rank, RegionKey, Step, TensorId, UnitIndex};
+pub use ids::{Attempt, BucketId, Epoch, Rank, RegionKey, Round, Step, TensorId, UnitIndex};
 pub use secret::Secret;

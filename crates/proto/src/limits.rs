@@ -28,6 +28,14 @@ pub const MESSAGE_BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX - FRAME_HEADER_BYTES
 pub const MANIFEST_BYTES_MAX: usize = 256 << 20;
 /// Longest detail text in a fault that is passed on to peers.
 pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
+/// Most shards that a model has in the federated mode.
+pub const FEDERATED_SHARDS_MAX: u32 = 4096;
+/// Largest shard in the federated mode, as it travels.
+pub const FEDERATED_SHARD_BYTES_MAX: u64 = 64 << 20;
+/// How many rounds later a contribution may still be carried into.
+pub const CARRY_ROUNDS_MAX: u64 = 16;
+/// Of how many complete rounds readers can still find the results.
+pub const ROUNDS_KEPT: usize = 64;
 
 const _: () = assert!(SHARD_ELEMENTS_MAX.is_multiple_of(SHARD_ELEMENTS_MULTIPLE));
 const _: () = assert!(SHARD_ELEMENTS_MAX * 8 <= u32::MAX as u64);

@@ -28,7 +28,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::fs::MetadataExt as _;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{BrokerAccess, BrokerConfig, EmbeddedBroker, JobName, ModelVersion, Token};
+use gradwire_control::federated::federated_instance;
+use gradwire_control::{BrokerAccess, BrokerConfig, EmbeddedBroker, JobConfig, JobName, ModelVersion, Token};
 use gradwire_proto::secret::hex;
 use gradwire_proto::{Fault, FaultKind, Rank, Secret};
 
@@ -85,6 +86,29 @@ pub struct Seat {
     pub world_size: u32,
     /// Who says so.
     pub launcher: Launcher,
+}
+
+/// Reads from variables which job a process of the federated mode takes part in: `GRADWIRE_JOB`, the secret and the broker
+/// have to be there. Without `GRADWIRE_INSTANCE` the instance is made of the job's name, so that whoever takes part finds
+/// the others, wherever and whenever it was started.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`], [`FaultKind::SecretMissing`], [`FaultKind::BrokerUnreachable`]: a variable is wrong or
+/// missing.
+pub fn federated_job(variables: Variables<'_>) -> Result<JobConfig, Fault> {
+    let given = Given::read(variables)?;
+    let missing = |kind, what: &str| Fault::new(kind, format!("{what} is not set: set it for all who take part"));
+    let job = given.job.ok_or_else(|| missing(FaultKind::InvalidArgument, "GRADWIRE_JOB"))?;
+    let secret = given.secret.ok_or_else(|| {
+        missing(FaultKind::SecretMissing, "GRADWIRE_SECRET or GRADWIRE_SECRET_FILE (`gradwire secret` makes one)")
+    })?;
+    let broker = given.broker.ok_or_else(|| {
+        missing(FaultKind::BrokerUnreachable, "GRADWIRE_BROKER (a URL such as pulsar://broker.example:6650)")
+    })?;
+    let instance = given.instance.unwrap_or_else(|| federated_instance(&job, given.model_version.as_ref()));
+    let mut config = JobConfig::new(job, instance, secret, broker);
+    (config.model_version, config.tenant) = (given.model_version, given.tenant);
+    Ok(config)
 }
 
 /// Reads from variables which rank a process is: a pure function of them.

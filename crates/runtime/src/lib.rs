@@ -22,6 +22,7 @@ mod builder;
 mod driver;
 mod engine;
 pub mod env;
+pub mod federated;
 mod group;
 mod handle;
 mod retained;

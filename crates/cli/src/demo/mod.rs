@@ -5,6 +5,7 @@
 //! special to the demo: [`rank`] does what any trainer does.
 
 mod data;
+mod federated;
 mod model;
 mod progress;
 mod rank;
@@ -16,11 +17,12 @@ use std::sync::mpsc;
 
 use gradwire_proto::{Fault, FaultKind};
 
-use crate::args::{BrokerChoice, Transport, Wire};
+use crate::args::{BrokerChoice, Mode, Transport, Wire};
 use crate::bench::output::{JsonTarget, complain};
 use crate::bench::ranks;
 use crate::launch::{self, LaunchPlan};
 use data::BATCH;
+pub(crate) use federated::DemoFederatedArgs;
 use progress::Progress;
 pub(crate) use rank::DemoRankArgs;
 use report::Report;
@@ -37,7 +39,13 @@ pub(crate) struct DemoArgs {
     /// Training steps: 22 are one pass over the images.
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     steps: u32,
-    /// How ranks reach each other.
+    /// How ranks meet.
+    #[arg(long, value_enum, default_value_t = Mode::Allreduce)]
+    mode: Mode,
+    /// Aggregator processes of the federated mode, beside the ranks.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    aggregators: u32,
+    /// How ranks reach each other in the mode allreduce.
     #[arg(long, value_enum, default_value_t = Transport::Auto)]
     transport: Transport,
     /// How gradients travel.
@@ -72,6 +80,11 @@ pub(crate) fn run_rank(args: DemoRankArgs) -> ExitCode {
     ranks::exit_code(rank::run(&args))
 }
 
+/// One contributor or aggregator of the federated demo: the hidden subcommand that [`run`] starts.
+pub(crate) fn run_federated(args: &DemoFederatedArgs) -> ExitCode {
+    ranks::exit_code(federated::run(args))
+}
+
 fn demonstrate(args: &DemoArgs) -> Result<ExitCode, ranks::Failure> {
     if let Some(target) = &args.json {
         target.check()?;
@@ -96,10 +109,16 @@ struct Outcome {
     measured: rank::Measured,
     /// By rank.
     weights_sha256: Vec<String>,
+    /// How many times the gradients would travel in each step without savings.
+    dense_copies: u64,
 }
 
 fn train(args: &DemoArgs) -> Result<Outcome, ranks::Failure> {
-    let mut plan = LaunchPlan::local(args.ranks, launch_command(args)?);
+    let processes = match args.mode {
+        Mode::Allreduce => args.ranks,
+        Mode::Federated => args.ranks + args.aggregators,
+    };
+    let mut plan = LaunchPlan::local(processes, launch_command(args)?);
     plan.broker = args.broker.clone();
     let (results, received) = mpsc::channel();
     let mut progress = Progress::new(args.steps);
@@ -113,29 +132,38 @@ fn train(args: &DemoArgs) -> Result<Outcome, ranks::Failure> {
     });
     finish();
     trained?;
-    gather(args.ranks, received.try_iter().collect())
+    gather(args, received.try_iter().collect())
 }
 
 fn launch_command(args: &DemoArgs) -> Result<Vec<std::ffi::OsString>, Fault> {
-    let options = [
-        "__demo-rank".to_owned(),
-        format!("--steps={}", args.steps),
-        format!("--transport={}", args.transport),
-        format!("--wire={}", args.wire),
-        format!("--seed={}", args.seed),
-    ];
+    let of_mode = match args.mode {
+        Mode::Allreduce => ["__demo-rank".to_owned(), format!("--transport={}", args.transport)],
+        Mode::Federated => ["__demo-federated".to_owned(), format!("--ranks={}", args.ranks)],
+    };
+    let common = [format!("--steps={}", args.steps), format!("--wire={}", args.wire), format!("--seed={}", args.seed)];
+    let options = of_mode.into_iter().chain(common);
     launch::own_command(options)
         .map_err(|error| Fault::new(FaultKind::System, format!("this program's own path is unknown: {error}")))
 }
 
 /// One result per rank, in the order of ranks.
-fn gather(ranks: u32, mut results: Vec<(u32, String, Option<rank::Measured>)>) -> Result<Outcome, ranks::Failure> {
+fn gather(args: &DemoArgs, mut results: Vec<(u32, String, Option<rank::Measured>)>) -> Result<Outcome, ranks::Failure> {
+    let ranks = args.ranks;
     results.sort_by_key(|(rank, ..)| *rank);
     let complete = results.iter().map(|(rank, ..)| *rank).eq(0..ranks);
-    let measured = results.first_mut().and_then(|(_, _, measured)| measured.take());
+    let mut measured = results.iter_mut().filter_map(|(_, _, measured)| measured.take());
+    let first = measured.next();
+    // In the federated mode each rank measures its own part.
+    let measured = first.map(|first| measured.fold(first, rank::Measured::and));
+    // All but one rank send to an owner, and get the mean back; or all send to aggregators, and get it back.
+    let dense_copies = match args.mode {
+        Mode::Allreduce => 2 * (u64::from(ranks) - 1),
+        Mode::Federated => 2 * u64::from(ranks),
+    };
     match measured {
         Some(measured) if complete => {
-            Ok(Outcome { measured, weights_sha256: results.into_iter().map(|(_, sha256, _)| sha256).collect() })
+            let weights_sha256 = results.into_iter().map(|(_, sha256, _)| sha256).collect();
+            Ok(Outcome { measured, weights_sha256, dense_copies })
         }
         _ => {
             let heard = results.iter().map(|(rank, ..)| rank.to_string()).collect::<Vec<_>>().join(", ");

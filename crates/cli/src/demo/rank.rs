@@ -57,6 +57,18 @@ pub(super) struct Measured {
     pub(super) step_ms_p99: f64,
 }
 
+impl Measured {
+    /// What two ranks measured, each of its own part, together: of times the longer ones.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            wire_bytes: self.wire_bytes + other.wire_bytes,
+            step_ms_p50: self.step_ms_p50.max(other.step_ms_p50),
+            step_ms_p99: self.step_ms_p99.max(other.step_ms_p99),
+            ..self
+        }
+    }
+}
+
 /// Joins the job, trains, reports, and leaves.
 ///
 /// # Errors
@@ -110,7 +122,7 @@ fn totals(group: &Group, steps: u32) -> Result<[Tensor; 2], Fault> {
     ranks::exactly(group.declare(&specs)?)
 }
 
-fn is_report_due(step: u32, steps: u32) -> bool {
+pub(super) fn is_report_due(step: u32, steps: u32) -> bool {
     step == steps || step.is_multiple_of((steps / PROGRESS_REPORTS).max(1))
 }
 

@@ -33,7 +33,7 @@ pub(super) struct Report {
 impl Report {
     /// From what the ranks found, and the hash of the weights that the one-process reference ended with.
     pub(super) fn new(wire: Wire, steps: u32, outcome: Outcome, reference_sha256: String) -> Self {
-        let Outcome { measured, weights_sha256: of_ranks } = outcome;
+        let Outcome { measured, weights_sha256: of_ranks, dense_copies } = outcome;
         let ranks = of_ranks.len() as u32;
         let weights_sha256 = of_ranks.first().cloned().unwrap_or_default();
         let strays = (0..of_ranks.len()).filter(|rank| of_ranks[*rank] != weights_sha256).collect();
@@ -46,7 +46,7 @@ impl Report {
             weights_sha256,
             reference_sha256,
             wire_bytes: measured.wire_bytes,
-            dense_fp32_bytes: dense_fp32_bytes(ranks, steps),
+            dense_fp32_bytes: dense_fp32_bytes(dense_copies, steps),
             step_ms_p50: measured.step_ms_p50,
             step_ms_p99: measured.step_ms_p99,
             epoch: measured.epoch,
@@ -114,10 +114,9 @@ impl Report {
     }
 }
 
-/// Bytes that `ranks` ranks send for the gradients of `steps` steps in fp32 without headers: every element goes from
-/// all ranks but one to its owner, and its mean back.
-fn dense_fp32_bytes(ranks: u32, steps: u32) -> u64 {
-    2 * (u64::from(ranks) - 1) * ELEMENTS as u64 * size_of::<f32>() as u64 * u64::from(steps)
+/// Bytes that ranks send for the gradients of `steps` steps in fp32 without headers, so many times in each.
+fn dense_fp32_bytes(copies: u64, steps: u32) -> u64 {
+    copies * ELEMENTS as u64 * size_of::<f32>() as u64 * u64::from(steps)
 }
 
 fn percent(part: u64, whole: u64) -> f64 {
@@ -139,7 +138,7 @@ mod tests {
             step_ms_p99: 1.5,
         };
         let weights_sha256 = hashes.iter().map(|hash| (*hash).to_owned()).collect();
-        Report::new(Wire::Fp32, 3, Outcome { measured, weights_sha256 }, reference.to_owned())
+        Report::new(Wire::Fp32, 3, Outcome { measured, weights_sha256, dense_copies: 2 }, reference.to_owned())
     }
 
     #[test]
@@ -168,9 +167,9 @@ mod tests {
     }
 
     #[test]
-    fn dense_bytes_count_both_ways() {
+    fn dense_bytes_count_every_copy() {
         let elements = 64 * 128 + 128 + 128 * 10 + 10;
-        assert_eq!(dense_fp32_bytes(1, 100), 0);
-        assert_eq!(dense_fp32_bytes(4, 10), 2 * 3 * elements * 4 * 10);
+        assert_eq!(dense_fp32_bytes(0, 100), 0);
+        assert_eq!(dense_fp32_bytes(6, 10), 2 * 3 * elements * 4 * 10);
     }
 }

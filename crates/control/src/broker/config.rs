@@ -105,7 +105,8 @@ pub struct TopicPolicy {
     pub drop_oldest: bool,
     /// Whether messages go for which a newer one of their key is there, and empty ones with a key. Their numbers do not
     /// come again, and durable subscriptions that read all messages get them first. Batches and chunked messages stay
-    /// as they are. It happens by itself when half of what the topic holds would go, and before it is full.
+    /// as they are. It happens before the topic is full; without `drop_oldest` also by itself, when half of what the
+    /// topic holds would go. Readers of the compacted topic see the latest of each key alone at any time.
     pub compact: bool,
 }
 

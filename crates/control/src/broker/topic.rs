@@ -142,7 +142,9 @@ impl Topic {
     /// Lets go what its policy does not keep any longer.
     pub(super) fn tidy(&mut self, now_ms: u64) {
         let garbage = self.log.garbage_bytes();
-        if garbage >= self.compact_at && garbage * 2 >= self.log.bytes() {
+        // Where old messages go only for want of room, they are a history that plain readers may want.
+        let worthwhile = garbage >= self.compact_at && garbage * 2 >= self.log.bytes();
+        if worthwhile && !self.policy.drop_oldest {
             self.compact();
         }
         self.trim(now_ms);

@@ -115,7 +115,7 @@ impl RecordKey {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use gradwire_proto::membership::Body;
     use gradwire_proto::{Epoch, Step, UnitIndex};
     use proptest::prelude::*;
@@ -131,7 +131,7 @@ mod tests {
     }
 
     /// A block marked `golden` in docs/wire.md.
-    fn golden(name: &str) -> String {
+    pub(crate) fn golden(name: &str) -> String {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/wire.md");
         let text = std::fs::read_to_string(path).unwrap();
         let (_, rest) = text.split_once(&format!("```golden {name}\n")).expect("the block is there");

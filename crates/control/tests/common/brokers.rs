@@ -89,7 +89,7 @@ fn given_url() -> Option<String> {
 }
 
 fn embedded(config: BrokerConfig) -> TestBroker {
-    let running = EmbeddedBroker::start((**config).clone()).expect("a free port");
+    let running = EmbeddedBroker::start(config.clone()).expect("a free port");
     let url = running.url().to_owned();
     let config = Box::new(BrokerConfig { listen: running.address(), ..config });
     TestBroker { url, token: None, process: Process::Embedded { config, running: Some(running) } }

@@ -264,3 +264,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_federated_job_needs_a_name_a_secret_and_a_broker() {
+    let secret = "ab".repeat(32);
+    let all = [("GRADWIRE_JOB", "hospital"), ("GRADWIRE_SECRET", secret.as_str()), ("GRADWIRE_BROKER", "pulsar://b:1")];
+    let read = |left_out: usize| {
+        let variables = move |name: &str| {
+            let found = all.iter().enumerate().find(|(index, (known, _))| *index != left_out && *known == name)?;
+            Some(found.1.1.to_owned())
+        };
+        federated_job(&variables)
+    };
+    let job = read(usize::MAX).unwrap();
+    assert_eq!(job.instance, gradwire_control::federated::federated_instance(&job.job, None));
+    let kinds = [FaultKind::InvalidArgument, FaultKind::SecretMissing, FaultKind::BrokerUnreachable];
+    for (left_out, kind) in kinds.into_iter().enumerate() {
+        let fault = read(left_out).unwrap_err();
+        assert_eq!(fault.kind, kind);
+        assert!(fault.detail.contains(all[left_out].0), "{fault}");
+    }
+}

@@ -95,7 +95,7 @@ impl Directory {
 /// The fault for a directory whose content is not what was written.
 pub(super) fn damaged(path: &Path, what: &str) -> Fault {
     invalid(format!(
-        "the broker's data directory {} is damaged: {what}; nothing of it was loaded or changed: restore it from a \
+        "the broker's data directory {} is damaged: {what}; nothing of it was loaded: restore it from a \
          copy, or move it away to start with an empty one",
         path.display()
     ))

@@ -1,9 +1,11 @@
 //! The journal: what was changed since the table was written last, appended in the order in which it happened.
 //!
 //! A frame is `u32 size | u32 CRC-32 | u64 sequence number | operations`, little-endian; the CRC covers the number and
-//! the operations. Numbers are consecutive. A frame that was not written whole, which only a crash leaves behind, ends
+//! the operations. Numbers are consecutive, and a file is named after its first one. There is always a file, so the
+//! number that must come next is known even when everything is in the table. A frame that was not written whole, which only a crash leaves behind, ends
 //! what is read of its file. A failed append leaves the file as it was.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -111,22 +113,19 @@ impl Journal {
     }
 }
 
-/// The journal files in a directory, in the order in which they were written.
-pub(super) fn files(directory: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
+/// The journal files in a directory, in the order in which they were written, with the number that the first frame of
+/// each has or would have.
+pub(super) fn files(directory: &Path) -> io::Result<BTreeMap<u64, PathBuf>> {
+    let mut found = BTreeMap::new();
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        if is_journal(&entry.file_name().to_string_lossy()) {
-            found.push(entry.path());
+        let name = entry.file_name();
+        let digits = name.to_str().and_then(|name| name.strip_prefix(PREFIX)).filter(|digits| digits.len() == 16);
+        if let Some(number) = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok()) {
+            found.insert(number, entry.path());
         }
     }
-    // Numbers are written with all their digits.
-    found.sort();
     Ok(found)
-}
-
-pub(super) fn is_journal(name: &str) -> bool {
-    name.strip_prefix(PREFIX).is_some_and(|digits| digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
 /// The whole frames of a journal file.

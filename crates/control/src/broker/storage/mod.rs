@@ -93,7 +93,14 @@ impl Storage {
         let refused = |error: io::Error| refused(path, &error);
         let mut table = Table::open(&directory.table()).map_err(|error| directory.fault(&error))?;
         let files = journal::files(path).map_err(refused)?;
-        for file in &files {
+        if files.is_empty() && table.applied() > 0 {
+            return Err(damaged(path, "its journal is missing"));
+        }
+        for (number, file) in &files {
+            if *number > table.applied() + 1 {
+                let (have, want) = (table.applied(), number - 1);
+                return Err(damaged(path, &format!("its topics are those of change {have}, not of {want}")));
+            }
             let mut frames = Frames::read(file).map_err(refused)?;
             table.apply(&mut frames).map_err(|error| directory.fault(&error))?;
             if frames.torn_bytes() > 0 {
@@ -102,10 +109,11 @@ impl Storage {
             }
         }
         let loaded = load(&table).map_err(|error| directory.fault(&error))?;
-        for file in &files {
+        let next = table.applied() + 1;
+        let journal = Journal::create(path, next).map_err(refused)?;
+        for (_, file) in files.iter().filter(|(number, _)| **number != next) {
             fs::remove_file(file).map_err(refused)?;
         }
-        let journal = Journal::create(path, table.applied() + 1).map_err(refused)?;
         let table = Arc::new(Mutex::new(table));
         Ok((Self { directory, table, journal, sealed: Vec::new(), last_frame_bytes: 0 }, loaded))
     }

@@ -214,7 +214,7 @@ impl Store {
         let (topics, cursors) = (std::mem::take(&mut keeping.topics), std::mem::take(&mut keeping.cursors));
         let mut ops = Ops::default();
         let mut parts = Vec::new();
-        let mut ledger = None;
+        let mut new_topics = false;
         for name in topics.union(&cursors) {
             let kept = keeping.kept.get(name);
             let topic = self.topics.get_mut(name).filter(|topic| kept.is_some() || topic.is_worth_keeping());
@@ -228,12 +228,12 @@ impl Store {
             let number = kept.map_or(keeping.next_number, |kept| kept.number);
             if kept.is_none() {
                 keeping.next_number += 1;
-                ledger = ledger.max(Some(topic.log.ledger()));
+                new_topics = true;
             }
             parts.push(Part::take(name, topic, number, kept, cursors.contains(name), &mut ops));
         }
-        if let Some(ledger) = ledger {
-            ops.put_ledger(ledger);
+        if new_topics {
+            ops.put_ledger(self.ledger);
         }
         keeping.urgent = false;
         let waiters = std::mem::take(&mut keeping.waiters);
@@ -360,3 +360,6 @@ fn changed_cursors(topic: &Topic, kept: Option<&Kept>) -> Vec<(String, Option<Cu
     cursors.extend(gone.map(|name| (name.clone(), None)));
     cursors
 }
+
+#[cfg(test)]
+mod tests;
