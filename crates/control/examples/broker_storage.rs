@@ -122,12 +122,12 @@ fn start(runtime: &tokio::runtime::Runtime, parent: &Path) -> Outcome<(Duration,
         }
         Outcome::Ok(())
     })?;
-    // Before the last checkpoint: what a crash would leave.
+    // Behind the last checkpoint, so that files do not change meanwhile: what a crash would leave.
+    std::thread::sleep(Duration::from_secs(5));
     std::fs::create_dir(&crashed)?;
     for entry in std::fs::read_dir(&directory)? {
         let entry = entry?;
-        // A journal file may be in the table, and gone, by now.
-        let _ = std::fs::copy(entry.path(), crashed.join(entry.file_name()));
+        std::fs::copy(entry.path(), crashed.join(entry.file_name()))?;
     }
     broker.stop();
     let timed = |directory: &Path| {
