@@ -72,7 +72,7 @@ impl Plan {
     pub fn new(world_size: u32, transport: &str) -> Self {
         let secret = Secret::from_bytes(random());
         let mut config = BrokerConfig::new(([127, 0, 0, 1], 0).into());
-        config.token = Some(broker_token(&secret));
+        config.token = Some(broker_token(&secret).into());
         let broker = EmbeddedBroker::start(config).unwrap_or_else(|fault| panic!("no broker: {fault}"));
         let instance: [u8; 16] = random();
         let variables = [

@@ -8,8 +8,12 @@ mod bench;
 mod broker;
 mod demo;
 mod doctor;
+mod job;
 mod launch;
+mod pulsar;
 mod secret;
+mod sizes;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -43,8 +47,10 @@ enum Command {
     Bench(bench::BenchArgs),
     Doctor(doctor::DoctorArgs),
     Broker(broker::BrokerArgs),
+    Pulsar(pulsar::PulsarArgs),
     Aggregate(aggregate::AggregateArgs),
     Secret(secret::SecretArgs),
+    Trace(trace::TraceArgs),
     #[command(name = "__agent", hide = true)]
     Agent(agent::AgentArgs),
     #[command(name = "__exec", hide = true)]
@@ -66,8 +72,10 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Broker(args) => broker::run(&args),
+        Command::Pulsar(args) => pulsar::run(&args),
         Command::Aggregate(args) => aggregate::run(&args),
         Command::Secret(args) => secret::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Agent(args) => agent::run(&args),
         Command::Exec(args) => agent::exec::run(&args),
         Command::DemoRank(args) => demo::run_rank(args),
@@ -105,6 +113,7 @@ mod tests {
             "gradwire aggregate --job j --broker pulsar://h:1 --quorum 3 --late carry --round-deadline 0.5 --memory 2GiB",
             "gradwire demo --mode federated --ranks 4 --aggregators 2 --wire fp16",
             "gradwire secret",
+            "gradwire pulsar setup --admin http://h:8080 --tenant t --namespace n --job j --role a --role b --dry-run",
         ] {
             assert!(read(good).is_ok(), "{good}: {}", read(good).unwrap_err());
         }
@@ -117,6 +126,10 @@ mod tests {
             "gradwire launch -n 2 -H a:0 -- true",
             "gradwire launch -n 2 --transport ib -- true",
             "gradwire launch -n 2 --broker here -- true",
+            "gradwire pulsar",
+            "gradwire pulsar setup --admin pulsar://h:6650 --tenant t --namespace n --job j",
+            "gradwire pulsar setup --admin http://h --tenant t/x --namespace n --job j",
+            "gradwire pulsar setup --admin http://h --tenant t --namespace n --job J",
             "gradwire aggregate --broker embedded",
             "gradwire aggregate --late sometimes",
             "gradwire demo --aggregators 0",

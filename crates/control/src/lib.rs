@@ -10,6 +10,7 @@
 
 mod access;
 pub mod broker;
+mod copies;
 pub mod federated;
 mod job;
 mod link;
@@ -25,7 +26,8 @@ mod supervise;
 mod worker;
 
 pub use access::{BrokerAccess, Token};
-pub use broker::{BrokerConfig, EmbeddedBroker};
+pub use broker::{BrokerConfig, BrokerTls, BrokerToken, EmbeddedBroker};
+pub use copies::{CopyRequest, CopyStats, CopyStore, Held, PIECE_BYTES_DEFAULT, ShardVersion};
 pub use gradwire_proto::membership::{Member, View};
 pub use job::{JobConfig, JobName, ModelVersion, Topic, broker_token};
 pub use plane::{COMMIT_INTERVAL_DEFAULT, ControlPlane, JoinRequest};

@@ -56,6 +56,11 @@ impl LinkError {
         Fault::new(FaultKind::BrokerUnreachable, detail)
     }
 
+    /// The broker, or something on the way to it, closed the link.
+    pub(crate) fn closed() -> Self {
+        Self { reason: "the broker closed the link".to_owned(), permanent: false }
+    }
+
     fn timed_out(what: &str, after: Duration) -> Self {
         let reason = format!("{what} took longer than {} s", after.as_secs_f64());
         Self { reason, permanent: false }
@@ -331,7 +336,7 @@ pub(crate) async fn next(reader: &mut Reader<Vec<u8>, TokioExecutor>) -> Result<
     match reader.next().await {
         Some(Ok(message)) => Ok((Position::of(message.message_id()), message.payload.data)),
         Some(Err(error)) => Err(error.into()),
-        None => Err(LinkError { reason: "the broker closed the link".to_owned(), permanent: false }),
+        None => Err(LinkError::closed()),
     }
 }
 

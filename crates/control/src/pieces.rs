@@ -9,12 +9,12 @@ use gradwire_proto::wire::{Malformed, Reader};
 
 /// Largest data that is cut into pieces.
 pub(crate) const DATA_BYTES_MAX: usize = 64 << 20;
+/// What a header takes.
+pub(crate) const HEADER_BYTES: usize = 16;
 /// Smallest pieces that may be asked for: so that there are never very many.
 pub(crate) const PIECE_BYTES_MIN: usize = 4 << 10;
 /// Largest pieces: they fit a record.
 pub(crate) const PIECE_BYTES_MAX: usize = 1000 << 10;
-/// What a header takes.
-pub(crate) const HEADER_BYTES: usize = 16;
 
 const _: () = assert!(DATA_BYTES_MAX / PIECE_BYTES_MIN <= u16::MAX as usize);
 

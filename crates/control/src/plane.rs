@@ -14,6 +14,7 @@ use gradwire_proto::{Fault, FaultKind, Rank};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use crate::copies::{Copies, CopyRequest, CopyStats, CopyStore, PIECE_BYTES_DEFAULT};
 use crate::job::JobConfig;
 use crate::outbox::{Item, Publisher, outbox};
 use crate::record::{AuditKind, AuditRecord, VersionRecord};
@@ -55,6 +56,10 @@ pub struct ControlPlane {
     orders: mpsc::Sender<Order>,
     leave: watch::Sender<Option<Instant>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    config: JobConfig,
+    rank: Rank,
+    /// Made when it is first needed.
+    copies: Mutex<Option<Arc<Copies>>>,
 }
 
 impl fmt::Debug for ControlPlane {
@@ -89,7 +94,7 @@ impl ControlPlane {
             endpoint,
             join_id: random_id(),
         };
-        let broker_url = config.broker.url.clone();
+        let (broker_url, job) = (config.broker.url.clone(), config.clone());
         let (publisher, outbox) = outbox(commit_interval);
         let (orders, orders_receiver) = mpsc::channel(ORDERS_MAX);
         let (leave, leave_receiver) = watch::channel(None);
@@ -108,7 +113,8 @@ impl ControlPlane {
             joined,
         };
         let thread = spawn(worker)?;
-        let plane = Self { shared, publisher, orders, leave, thread: Mutex::new(Some(thread)) };
+        let (thread, copies) = (Mutex::new(Some(thread)), Mutex::new(None));
+        let plane = Self { shared, publisher, orders, leave, thread, config: job, rank, copies };
         // From here on, dropping `plane` ends the thread.
         match outcome.recv_timeout(deadline + OUTCOME_SLACK) {
             Ok(Ok(membership)) => Ok((plane, membership)),
@@ -212,13 +218,84 @@ impl ControlPlane {
         })
     }
 
+    /// From now on this rank answers requests for copies of shards from this store.
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when the system gives no thread for it.
+    pub fn hold_copies(&self, store: Arc<dyn CopyStore>) -> Result<(), Fault> {
+        self.copies()?.hold(store);
+        Ok(())
+    }
+
+    /// Waits until the broker knows that this rank holds copies. False if it does not in time.
+    #[must_use]
+    pub fn wait_until_holding(&self, timeout: Duration) -> bool {
+        self.copies().is_ok_and(|copies| copies.wait_until_holding(timeout))
+    }
+
+    /// Gets copies of shards from ranks that hold their versions, over the broker. Gives their bytes in the order of
+    /// the requests, each with the checksum that was asked for.
+    ///
+    /// # Errors
+    /// [`FaultKind::DeadlineExceeded`] that names the first shard which nobody could give;
+    /// [`FaultKind::BrokerUnreachable`] when the broker refuses us.
+    pub fn fetch_copies(&self, requests: &[CopyRequest], timeout: Duration) -> Result<Vec<Vec<u8>>, Fault> {
+        self.copies()?.fetch(requests, timeout)
+    }
+
+    /// As [`ControlPlane::fetch_copies`], without waiting: `answer` is called with the outcome, on the thread that
+    /// exchanges copies. It must not block.
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when very many fetches wait already, or the system gives no thread; `answer` is not
+    /// called then.
+    pub fn request_copies(
+        &self,
+        requests: &[CopyRequest],
+        timeout: Duration,
+        answer: impl FnOnce(Result<Vec<Vec<u8>>, Fault>) + Send + 'static,
+    ) -> Result<(), Fault> {
+        self.copies()?.request(requests, timeout, answer)
+    }
+
+    /// What was counted of copies.
+    #[must_use]
+    pub fn copy_stats(&self) -> CopyStats {
+        let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.as_ref().map(|copies| copies.stats()).unwrap_or_default()
+    }
+
+    fn copies(&self) -> Result<Arc<Copies>, Fault> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copies) = &*copies {
+            return Ok(copies.clone());
+        }
+        let publisher = self.publisher.clone();
+        let started = Arc::new(Copies::start(self.config.clone(), self.rank, PIECE_BYTES_DEFAULT, publisher)?);
+        *copies = Some(started.clone());
+        Ok(started)
+    }
+
     /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done
     /// or the time is over.
-    pub fn leave(&self, timeout: Duration) {
+    ///
+    /// # Errors
+    /// [`FaultKind::Unrecorded`] that says how many records the broker has not taken. They are lost.
+    pub fn leave(&self, timeout: Duration) -> Result<(), Fault> {
         self.end(timeout);
+        self.publisher.wait(Duration::ZERO).map_err(|missing| {
+            let detail = format!(
+                "{missing} version and audit records are not on record: the broker did not take them within {} s of \
+                 leaving; was it away?",
+                timeout.as_secs_f64()
+            );
+            Fault::new(FaultKind::Unrecorded, detail)
+        })
     }
 
     fn end(&self, timeout: Duration) {
+        // What it publishes is still written below.
+        drop(self.copies.lock().unwrap_or_else(PoisonError::into_inner).take());
         let by = Instant::now() + timeout;
         self.leave.send_if_modified(|leave| {
             let first = leave.is_none();

@@ -186,7 +186,7 @@ pub(crate) async fn read_to_end(
     while !done {
         let message = match reader.next().await {
             Some(message) => message?,
-            None => return Err(LinkError { reason: "the broker closed the link".to_owned(), permanent: false }),
+            None => return Err(LinkError::closed()),
         };
         let position = Position::of(message.message_id());
         done = position >= last;

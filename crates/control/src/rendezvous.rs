@@ -355,9 +355,15 @@ impl Rendezvous {
 
     fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: Fault) {
         let fault = if fault.reporter.is_none() { fault.reported_by(rank) } else { fault };
+        // Once there are members, who is none has no say: a newcomer that was not taken in, or one that was removed.
+        let view = self.log.view();
+        let has_say = match self.me.policy {
+            _ if view.epoch == Epoch(0) => true,
+            Policy::Fixed => view.member(author).is_some(),
+            Policy::Elastic { .. } => self.log.live().any(|member| member.id == author),
+        };
         match self.state {
-            // Who was removed has no say, whatever happened to it.
-            _ if self.log.is_gone(author) && matches!(self.me.policy, Policy::Elastic { .. }) => {}
+            _ if !has_say => {}
             State::Joining => self.fail(fault),
             _ => self.tell(ControlEvent::Failed(fault)),
         }
@@ -366,12 +372,10 @@ impl Rendezvous {
     fn handle_change(&mut self, change: Change) {
         match change {
             Change::View => self.handle_view(),
-            Change::Gone(member, departure) if member.id != self.me.join_id => {
-                if departure == Departure::Left {
-                    let rank = member.rank;
-                    let detail = format!("{rank} left before the job had started; look at its output for the reason");
-                    self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
-                }
+            Change::Gone(member, Departure::Left) if member.id != self.me.join_id => {
+                let rank = member.rank;
+                let detail = format!("{rank} left before the job had started; look at its output for the reason");
+                self.conflict(Fault::new(FaultKind::RankLeft, detail).at(rank));
             }
             Change::Gone(_, Departure::Suspected(by)) if matches!(self.state, State::Joining) => {
                 self.fail(self.removed(Some(by)));

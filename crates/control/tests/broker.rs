@@ -1,4 +1,4 @@
-//! The broker through the `pulsar` crate: what holds for every broker.
+//! A broker through the `pulsar` crate: what holds for the embedded one and for Apache Pulsar.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
@@ -6,68 +6,12 @@ mod common;
 
 use std::time::Duration;
 
+use common::client::*;
 use common::*;
 use futures::StreamExt;
-use gradwire_control::{BrokerConfig, EmbeddedBroker};
-use gradwire_proto::FaultKind;
-use pulsar::consumer::InitialPosition;
+use pulsar::ConsumerOptions;
 use pulsar::message::proto::MessageIdData;
-use pulsar::producer::Message;
-use pulsar::reader::Reader;
-use pulsar::{Consumer, ConsumerOptions, OperationRetryOptions, Producer, Pulsar, SubType, TokioExecutor};
 use tokio::time::timeout;
-
-type Client = Pulsar<TokioExecutor>;
-type Bytes = Vec<u8>;
-
-async fn client(url: &str) -> Client {
-    let once = OperationRetryOptions { max_retries: Some(0), ..Default::default() };
-    Pulsar::builder(url, TokioExecutor).with_operation_retry_options(once).build().await.expect("a broker")
-}
-
-async fn producer(client: &Client, topic: &str) -> Producer<TokioExecutor> {
-    let options = pulsar::ProducerOptions { block_queue_if_full: true, ..Default::default() };
-    client.producer().with_topic(topic).with_options(options).build().await.expect("a producer")
-}
-
-async fn reader(client: &Client, topic: &str, options: ConsumerOptions) -> Reader<Bytes, TokioExecutor> {
-    client
-        .reader()
-        .with_topic(topic)
-        .with_subscription(unique("r"))
-        .with_options(options)
-        .into_reader()
-        .await
-        .expect("a reader")
-}
-
-async fn consumer(
-    client: &Client,
-    topic: &str,
-    subscription: &str,
-) -> Result<Consumer<Bytes, TokioExecutor>, pulsar::Error> {
-    let options = ConsumerOptions::default().with_initial_position(InitialPosition::Earliest);
-    let builder = client.consumer().with_topic(topic).with_subscription(subscription);
-    builder.with_subscription_type(SubType::Exclusive).with_options(options).build().await
-}
-
-fn earliest() -> ConsumerOptions {
-    ConsumerOptions::default().with_initial_position(InitialPosition::Earliest)
-}
-
-async fn send(producer: &mut Producer<TokioExecutor>, text: &str) -> MessageIdData {
-    let receipt = producer.send_non_blocking(text.as_bytes()).await.expect("sent").await.expect("a receipt");
-    receipt.message_id.expect("an id")
-}
-
-async fn read(reader: &mut Reader<Bytes, TokioExecutor>) -> String {
-    let message = timeout(PATIENCE, reader.next()).await.expect("in time").expect("open").expect("a message");
-    String::from_utf8(message.payload.data).expect("text")
-}
-
-async fn take(consumer: &mut Consumer<Bytes, TokioExecutor>) -> pulsar::consumer::Message<Bytes> {
-    timeout(PATIENCE, consumer.next()).await.expect("in time").expect("open").expect("a message")
-}
 
 #[tokio::test]
 async fn a_reader_gets_everything_in_order_and_what_comes_later() {
@@ -106,7 +50,7 @@ async fn readers_start_where_they_are_told_to() {
 
 #[tokio::test]
 async fn seeking_goes_to_an_id_a_time_or_an_end() {
-    let broker = embedded_broker();
+    let broker = test_broker();
     let (client, topic) = (client(broker.url()).await, unique("seek"));
     let mut producer = producer(&client, &topic).await;
     let mut ids = Vec::new();
@@ -220,44 +164,4 @@ async fn topics_of_a_namespace_are_listed() {
     let _producer = producer(&client, &topic).await;
     let topics = client.get_topics_of_namespace("public/default".to_owned(), Mode::Persistent).await.unwrap();
     assert!(topics.contains(&format!("persistent://public/default/{topic}")), "{topics:?}");
-}
-
-#[tokio::test]
-async fn a_full_topic_refuses_and_keeps_what_it_has() {
-    let broker = EmbeddedBroker::start(BrokerConfig { topic_bytes_max: 100_000, ..local() }).unwrap();
-    let client = client(broker.url()).await;
-    let (log, versions) = (unique("full"), format!("{}-versions", unique("full")));
-    let mut to_log = producer(&client, &log).await;
-    let mut to_versions = producer(&client, &versions).await;
-    let message = |number: u32| Message { payload: vec![number as u8; 10_000], ..Default::default() };
-    let mut taken = 0;
-    let refused = loop {
-        match to_log.send_non_blocking(message(taken)).await.unwrap().await {
-            Ok(_) => taken += 1,
-            Err(error) => break format!("{error:?}"),
-        }
-        assert!(taken < 20, "nothing bounds the topic");
-    };
-    assert!(refused.contains("is full"), "{refused}");
-    assert_eq!(taken, 9);
-    let mut reader_of_log = reader(&client, &log, earliest()).await;
-    assert_eq!(timeout(PATIENCE, reader_of_log.next()).await.unwrap().unwrap().unwrap().payload.data[0], 0);
-    // Of version records the latest count.
-    for number in 0..20 {
-        to_versions.send_non_blocking(message(number)).await.unwrap().await.unwrap();
-    }
-    let mut reader_of_versions = reader(&client, &versions, earliest()).await;
-    assert_eq!(timeout(PATIENCE, reader_of_versions.next()).await.unwrap().unwrap().unwrap().payload.data[0], 11);
-}
-
-#[tokio::test]
-async fn a_port_in_use_is_named() {
-    let broker = embedded_broker();
-    let fault = EmbeddedBroker::start(BrokerConfig::new(broker.address())).expect_err("in use");
-    assert_eq!(fault.kind, FaultKind::AddressInUse);
-    assert!(fault.detail.contains(&broker.address().to_string()), "{fault}");
-    let address = broker.address();
-    broker.stop();
-    // The port is free again at once.
-    EmbeddedBroker::start(BrokerConfig::new(address)).expect("free");
 }

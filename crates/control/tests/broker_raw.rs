@@ -4,117 +4,16 @@
 
 mod common;
 
-use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::io::Write;
 use std::time::{Duration, Instant};
 
-use bytes::BytesMut;
+use common::raw::*;
 use common::*;
 use gradwire_control::{BrokerConfig, EmbeddedBroker};
 use pulsar::message::proto::{
-    BaseCommand, CommandCloseConsumer, CommandConnect, CommandFlow, CommandGetSchema, CommandLookupTopic,
-    CommandNewTxn, CommandPing, CommandProducer, CommandSend, CommandSubscribe, MessageMetadata, ServerError,
+    BaseCommand, CommandCloseConsumer, CommandFlow, CommandGetSchema, CommandLookupTopic, CommandNewTxn, ServerError,
     base_command::Type,
 };
-use pulsar::message::{Codec, Message, Payload};
-use tokio_util::codec::{Decoder, Encoder};
-
-/// A client that says what a test wants it to.
-struct Raw {
-    stream: TcpStream,
-    input: BytesMut,
-}
-
-impl Raw {
-    fn open(broker: &EmbeddedBroker) -> Self {
-        let stream = TcpStream::connect(broker.address()).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        Self { stream, input: BytesMut::new() }
-    }
-
-    fn connected(broker: &EmbeddedBroker) -> Self {
-        let mut raw = Self::open(broker);
-        let connected = raw.ask(connect(None)).connected.unwrap();
-        assert_eq!(connected.max_message_size, Some(5 << 20));
-        assert_eq!(connected.protocol_version, Some(12));
-        raw
-    }
-
-    fn say(&mut self, command: BaseCommand) {
-        self.stream.write_all(&bytes(command, None)).unwrap();
-    }
-
-    fn ask(&mut self, command: BaseCommand) -> BaseCommand {
-        self.say(command);
-        self.hear().expect("an answer").command
-    }
-
-    /// The next frame; nothing when the broker closed the link.
-    fn hear(&mut self) -> Option<Message> {
-        loop {
-            if let Some(message) = Codec.decode(&mut self.input).unwrap() {
-                return Some(message);
-            }
-            let mut buffer = [0; 4096];
-            match self.stream.read(&mut buffer) {
-                Ok(0) => return None,
-                Ok(count) => self.input.extend_from_slice(&buffer[..count]),
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
-                Err(error) => panic!("the broker neither answers nor closes: {error}"),
-            }
-        }
-    }
-}
-
-fn command(kind: Type) -> BaseCommand {
-    BaseCommand { r#type: kind as i32, ..Default::default() }
-}
-
-fn connect(token: Option<&str>) -> BaseCommand {
-    let connect = CommandConnect {
-        client_version: "test".to_owned(),
-        protocol_version: Some(12),
-        auth_method_name: token.map(|_| "token".to_owned()),
-        auth_data: token.map(|token| token.as_bytes().to_vec()),
-        ..Default::default()
-    };
-    BaseCommand { connect: Some(connect), ..command(Type::Connect) }
-}
-
-fn ping() -> BaseCommand {
-    BaseCommand { ping: Some(CommandPing {}), ..command(Type::Ping) }
-}
-
-fn subscribe(topic: &str) -> BaseCommand {
-    let subscribe = CommandSubscribe {
-        topic: topic.to_owned(),
-        subscription: "s".to_owned(),
-        consumer_id: 3,
-        request_id: 4,
-        durable: Some(false),
-        initial_position: Some(1),
-        ..Default::default()
-    };
-    BaseCommand { subscribe: Some(subscribe), ..command(Type::Subscribe) }
-}
-
-fn producer(topic: &str) -> BaseCommand {
-    let producer = CommandProducer { topic: topic.to_owned(), producer_id: 1, request_id: 2, ..Default::default() };
-    BaseCommand { producer: Some(producer), ..command(Type::Producer) }
-}
-
-fn send(sequence_id: u64, data: Vec<u8>) -> BytesMut {
-    let metadata =
-        MessageMetadata { producer_name: "p".to_owned(), sequence_id, publish_time: 1, ..Default::default() };
-    let send = CommandSend { producer_id: 1, sequence_id, ..Default::default() };
-    bytes(BaseCommand { send: Some(send), ..command(Type::Send) }, Some(Payload { metadata, data }))
-}
-
-fn bytes(command: BaseCommand, payload: Option<Payload>) -> BytesMut {
-    let mut out = BytesMut::new();
-    Codec.encode(Message { command, payload }, &mut out).unwrap();
-    out
-}
 
 #[test]
 fn garbage_costs_the_sender_its_link_only() {
@@ -152,7 +51,7 @@ fn before_connect_nothing_is_answered() {
 
 #[test]
 fn a_wrong_token_gets_an_error_and_the_link_closes() {
-    let broker = EmbeddedBroker::start(BrokerConfig { token: Some("right".to_owned()), ..local() }).unwrap();
+    let broker = EmbeddedBroker::start(BrokerConfig { token: Some("right".into()), ..local() }).unwrap();
     for token in [None, Some(""), Some("wrong"), Some("right ")] {
         let mut raw = Raw::open(&broker);
         let error = raw.ask(connect(token)).error.unwrap();

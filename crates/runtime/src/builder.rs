@@ -19,6 +19,7 @@ use crate::driver::Driver;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, Identity};
+use crate::retained::Retained;
 use crate::types::{Integrity, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
@@ -35,13 +36,14 @@ pub struct Builder {
     integrity: Integrity,
     deadline: Duration,
     commit_interval: Duration,
+    retain_steps: usize,
     first_step: Step,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
-    /// all), `GRADWIRE_DEADLINE_MS` and `GRADWIRE_COMMIT_INTERVAL_MS` as defaults.
+    /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS` and `GRADWIRE_RETAIN_STEPS` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
@@ -61,9 +63,13 @@ impl Builder {
             Some("all") => Integrity::All,
             Some(text) => return Err(wrong("GRADWIRE_INTEGRITY", text, "links or all")),
         };
+        let retain_steps = match variable("GRADWIRE_RETAIN_STEPS") {
+            None => 0,
+            Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_RETAIN_STEPS", &text, "a number of steps"))?,
+        };
         let place = crate::env::from_process(deadline)?;
         let place = Some(place);
-        Ok(Self { place, transport, wire, integrity, deadline, commit_interval, first_step: Step(0) })
+        Ok(Self { place, transport, wire, integrity, deadline, commit_interval, retain_steps, first_step: Step(0) })
     }
 
     /// Which links to use between ranks.
@@ -100,6 +106,15 @@ impl Builder {
     #[must_use]
     pub const fn commit_interval(mut self, interval: Duration) -> Self {
         self.commit_interval = interval;
+        self
+    }
+
+    /// Keeps the results of this many steps, for ranks that ask for copies over the broker: because a link to the owner
+    /// spoils them again and again, or because they were not there when they were made. None by default: it takes one
+    /// copy of each result, and memory for all results of so many steps.
+    #[must_use]
+    pub const fn retain_steps(mut self, steps: usize) -> Self {
+        self.retain_steps = steps;
         self
     }
 
@@ -169,6 +184,7 @@ impl Builder {
             job: hello.job,
             first_step: self.first_step,
             timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
+            copies: self.retain_steps > 0 && control.is_some(),
         };
         self.assemble(config, Box::new(links), control, Some(guard), crowded)
     }
@@ -190,14 +206,25 @@ impl Builder {
             deadline: self.deadline,
             first_step: self.first_step,
         };
-        let engine = Engine::new(EngineConfig { session: config, integrity: self.integrity }, transport);
+        let retained = config.copies.then(|| Arc::new(Retained::new(config.epoch, self.retain_steps)));
+        if let (Some(control), Some(retained)) = (&control, &retained) {
+            control.hold_copies(retained.clone())?;
+        }
+        let engine = EngineConfig { session: config, integrity: self.integrity, retained };
+        let engine = Engine::new(engine, transport);
         let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
         Group::new(identity, driver, thread, control, guard)
     }
 
-    /// A group over links that a test made: no place, no broker.
+    /// A group over links that a test made: no place.
     #[cfg(test)]
-    pub(crate) fn over(self, rank: u32, world_size: u32, transport: Box<dyn Transport>) -> Result<Group, Fault> {
+    pub(crate) fn over(
+        self,
+        rank: u32,
+        world_size: u32,
+        transport: Box<dyn Transport>,
+        control: Option<Arc<ControlPlane>>,
+    ) -> Result<Group, Fault> {
         let timing = Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() };
         let config = SessionConfig {
             rank: gradwire_proto::Rank(rank),
@@ -206,8 +233,9 @@ impl Builder {
             job: JobTag([7; 16]),
             first_step: self.first_step,
             timing,
+            copies: self.retain_steps > 0 && control.is_some(),
         };
-        self.assemble(config, transport, None, None, true)
+        self.assemble(config, transport, control, None, true)
     }
 
     /// Defaults, for [`Builder::over`].
@@ -218,8 +246,10 @@ impl Builder {
             transport: TransportChoice::Auto,
             wire: WireFormat::Fp32,
             integrity: Integrity::Links,
-            deadline: Duration::from_secs(10),
+            // Machines that run tests are busy ones.
+            deadline: Duration::from_secs(60),
             commit_interval: COMMIT_INTERVAL_DEFAULT,
+            retain_steps: 0,
             first_step: Step(0),
         }
     }

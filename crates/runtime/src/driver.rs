@@ -6,14 +6,15 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
-use gradwire_control::{ControlEvent, ControlPlane};
-use gradwire_proto::{Fault, FaultKind, TensorId};
+use gradwire_control::{ControlEvent, ControlPlane, CopyRequest, ShardVersion};
+use gradwire_proto::frame::FrameHeader;
+use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::engine::{Engine, Submission};
@@ -30,6 +31,19 @@ const GRACE: Duration = Duration::from_micros(100);
 const TAKEOVER_MAX: Duration = Duration::from_millis(16);
 /// A thread that waits for the baton looks again after this long, in case its wake-up went elsewhere.
 const BATON_RECHECK: Duration = Duration::from_millis(20);
+
+/// Most answers about copies that wait for the engine.
+const COPIES_MAX: usize = 256;
+/// How long copies may take before their link is asked alone again.
+const COPIES_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// An answer about results that a link spoilt.
+struct Copies {
+    owner: Rank,
+    header: FrameHeader,
+    /// Their bytes; nothing if nobody could give them.
+    data: Option<Vec<u8>>,
+}
 
 /// The engine's baton, and what threads say to whoever has it.
 pub(crate) struct Driver {
@@ -55,6 +69,10 @@ pub(crate) struct Driver {
     doorbell: OwnedFd,
     control: Option<Arc<ControlPlane>>,
     control_rang: AtomicBool,
+    /// Results that came as copies from other ranks, or did not.
+    copies: ArrayQueue<Copies>,
+    /// This driver, for those who answer later.
+    me: Weak<Self>,
     spin: Duration,
     background: std::sync::OnceLock<Thread>,
 }
@@ -76,7 +94,9 @@ impl Driver {
         let system = |what: &str, error: std::io::Error| Fault::new(FaultKind::System, format!("{what}: {error}"));
         let doorbell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| system("no event descriptor could be had; raise the limit on open files", errno.into()))?;
-        let driver = Arc::new(Self {
+        let driver = Arc::new_cyclic(|me| Self {
+            copies: ArrayQueue::new(COPIES_MAX),
+            me: me.clone(),
             engine: ArrayQueue::new(1),
             submissions: ArrayQueue::new(SUBMISSIONS_MAX),
             faults: ArrayQueue::new(16),
@@ -229,7 +249,39 @@ impl Driver {
         if self.control_rang.swap(false, Ordering::AcqRel) {
             self.take_control_events(engine);
         }
-        engine.progress()
+        while let Some(Copies { owner, header, data }) = self.copies.pop() {
+            match data {
+                Some(data) => engine.take_copies(owner, &header, &data),
+                None => engine.no_copies(&header),
+            }
+        }
+        let moved = engine.progress();
+        while let Some((owner, header, step)) = engine.take_spoilt() {
+            self.ask_for_copies(engine, owner, header, step);
+        }
+        moved
+    }
+
+    /// Results that a link spoils again and again are asked for over the broker.
+    fn ask_for_copies(&self, engine: &mut Engine, owner: Rank, header: FrameHeader, step: Step) {
+        let Some(control) = &self.control else { return };
+        let request = |unit| CopyRequest { shard: ShardVersion { epoch: header.epoch, step, unit }, crc: None };
+        let units = header.unit_first.0..header.unit_first.0 + header.unit_count;
+        let requests: Vec<CopyRequest> = units.map(|unit| request(UnitIndex(unit))).collect();
+        let me = self.me.clone();
+        let asked = control.request_copies(&requests, COPIES_TIMEOUT, move |copies| {
+            if let Err(fault) = &copies {
+                tracing::warn!(%fault, "results that a link spoilt could not be had as copies");
+            }
+            let Some(driver) = me.upgrade() else { return };
+            // Where there is no room the link is asked again when the operation's patience is over.
+            let _ = driver.copies.push(Copies { owner, header, data: copies.ok().map(|units| units.concat()) });
+            driver.ring();
+        });
+        if let Err(fault) = asked {
+            tracing::warn!(%fault, "results that a link spoilt cannot be asked for as copies");
+            engine.no_copies(&header);
+        }
     }
 
     fn take_submissions(&self, engine: &mut Engine) {
@@ -269,6 +321,7 @@ impl Driver {
         let pending = !self.submissions.is_empty()
             || !self.faults.is_empty()
             || self.control_rang.load(Ordering::SeqCst)
+            || !self.copies.is_empty()
             || self.wanted_briefly.load(Ordering::SeqCst) > 0
             || (yielding && self.wanted.load(Ordering::SeqCst) > 0)
             || self.stop.load(Ordering::SeqCst);

@@ -120,6 +120,42 @@ pub fn seat(variables: Variables<'_>) -> Result<Seat, Fault> {
     Ok(Seat { rank, world_size, launcher })
 }
 
+/// The secret that `GRADWIRE_SECRET` holds or `GRADWIRE_SECRET_FILE` names, if there is one.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the variable, when the file cannot be read or it is no secret.
+pub fn secret(variables: Variables<'_>) -> Result<Option<Secret>, Fault> {
+    let Some((text, source)) = text_or_file(variables, "GRADWIRE_SECRET")? else { return Ok(None) };
+    // Never with the text itself: it may be a secret with a typing error.
+    let wrong = || {
+        let text = format!("{source} is not a secret of 64 hexadecimal digits: `gradwire secret` makes one");
+        Fault::new(FaultKind::InvalidArgument, text)
+    };
+    Secret::from_hex(&text).map(Some).ok_or_else(wrong)
+}
+
+/// The broker that `GRADWIRE_BROKER` names, if there is one, with its token and the certificates to trust.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the variable, when it is no URL or a file cannot be read.
+pub fn broker(variables: Variables<'_>) -> Result<Option<BrokerAccess>, Fault> {
+    let Some(url) = variables("GRADWIRE_BROKER") else { return Ok(None) };
+    check_url(&url)?;
+    access(url, variables).map(Some)
+}
+
+/// How to reach the broker at this URL, with what the environment says of tokens and certificates.
+///
+/// # Errors
+/// [`FaultKind::InvalidArgument`] that names the file that cannot be read.
+pub fn access(url: String, variables: Variables<'_>) -> Result<BrokerAccess, Fault> {
+    let text = variables("GRADWIRE_BROKER_TOKEN").map(|text| Token::Text(text.trim().to_owned()));
+    let token = text.or_else(|| Some(Token::File(variables("GRADWIRE_BROKER_TOKEN_FILE")?.into())));
+    // What cannot be read now could not be read later either.
+    token.as_ref().map(Token::read).transpose()?;
+    Ok(BrokerAccess { url, token, trust: variables("GRADWIRE_BROKER_CA").map(Into::into) })
+}
+
 /// A process's place in the job.
 #[derive(Debug)]
 pub struct Place {
@@ -254,25 +290,7 @@ impl Given {
                 Fault::new(FaultKind::InvalidArgument, "GRADWIRE_INSTANCE is not 32 hexadecimal digits: unset it")
             })?),
         };
-        let secret = match text_or_file(variables, "GRADWIRE_SECRET")? {
-            None => None,
-            // Never with the text itself: it may be a secret with a typing error.
-            Some((text, source)) => Some(Secret::from_hex(&text).ok_or_else(|| {
-                let text = format!("{source} is not a secret of 64 hexadecimal digits: `gradwire secret` makes one");
-                Fault::new(FaultKind::InvalidArgument, text)
-            })?),
-        };
-        let broker = match variables("GRADWIRE_BROKER") {
-            None => None,
-            Some(url) => {
-                check_url(&url)?;
-                let text = variables("GRADWIRE_BROKER_TOKEN").map(|text| Token::Text(text.trim().to_owned()));
-                let token = text.or_else(|| Some(Token::File(variables("GRADWIRE_BROKER_TOKEN_FILE")?.into())));
-                // What cannot be read now could not be read later either.
-                token.as_ref().map(Token::read).transpose()?;
-                Some(BrokerAccess { url, token, trust: variables("GRADWIRE_BROKER_CA").map(Into::into) })
-            }
-        };
+        let (secret, broker) = (secret(variables)?, broker(variables)?);
         let address = match variables("GRADWIRE_ADDRESS") {
             None => None,
             Some(text) => Some(text.trim().parse().map_err(|_| {
@@ -332,7 +350,7 @@ impl Given {
             None => {
                 let token = hex(&secret.proof("broker token", &[&instance]));
                 let mut config = BrokerConfig::new((Ipv4Addr::LOCALHOST, 0).into());
-                config.token = Some(token.clone());
+                config.token = Some(token.clone().into());
                 let broker = EmbeddedBroker::start(config)?;
                 let url = broker.url().to_owned();
                 guard.broker = Some(broker);

@@ -315,11 +315,12 @@ impl Group {
     /// and version records are published. Operations in flight are waited for first.
     ///
     /// # Errors
-    /// Why the job failed, if it did.
+    /// Why the job failed, if it did; [`FaultKind::Unrecorded`] when commits could not be published, because the broker
+    /// was away until the end.
     pub fn close(mut self) -> Result<(), Fault> {
         let fault = self.fault();
-        self.shut_down();
-        fault.map_or(Ok(()), Err)
+        let recorded = self.shut_down();
+        fault.map_or(recorded, Err)
     }
 
     /// A panic unwinds this rank: it does not leave in good order. Where the process ends, its links close after its
@@ -337,8 +338,9 @@ impl Group {
         std::mem::forget(self.guard.take());
     }
 
-    fn shut_down(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
+    fn shut_down(&mut self) -> Result<(), Fault> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        let mut recorded = Ok(());
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
         self.driver.with_engine(crate::engine::Engine::leave);
         let limit = Instant::now().checked_add(FAREWELL_MAX);
@@ -350,7 +352,7 @@ impl Group {
             {
                 control.report(&fault);
             }
-            control.leave(FAREWELL_MAX);
+            recorded = control.leave(FAREWELL_MAX);
         }
         if self.guard.as_ref().is_some_and(Guard::serves_broker) {
             // The others say to this process's broker that they leave.
@@ -359,6 +361,7 @@ impl Group {
         }
         self.driver.stop(thread);
         drop(self.guard.take());
+        recorded
     }
 }
 
@@ -367,7 +370,9 @@ impl Drop for Group {
         if std::thread::panicking() {
             self.abandon();
         } else {
-            self.shut_down();
+            if let Err(fault) = self.shut_down() {
+                tracing::error!(%fault, "a group was dropped, and not everything of it is on record");
+            }
         }
     }
 }

@@ -25,6 +25,7 @@ pub mod env;
 pub mod federated;
 mod group;
 mod handle;
+mod retained;
 #[cfg(test)]
 mod tests;
 mod types;

@@ -2,17 +2,21 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use gradwire_codec::reference;
-use gradwire_proto::{Collective, DType, Fault, FaultKind, Rank, ReduceOp, Step, WireFormat};
+use gradwire_control::{BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy};
+use gradwire_proto::frame::{FrameHeader, FrameKind, JobTag};
+use gradwire_proto::member::Endpoint;
+use gradwire_proto::{Collective, DType, Fault, FaultKind, Rank, ReduceOp, Secret, Step, WireFormat};
 use gradwire_transport::Transport;
-use gradwire_transport::faulty::{FaultPlan, Faulty, WriteFault, WriteRule};
+use gradwire_transport::faulty::{ChosenWrites, FaultPlan, Faulty, WriteFault, WriteRule};
 use gradwire_transport::shm::ShmTransport;
 use gradwire_transport::tcp::TcpTransport;
 
-use crate::{Builder, Group, TensorSpec};
+use crate::{Builder, Group, Stats, TensorSpec};
 
 fn tcp(world: u32) -> Vec<TcpTransport> {
     let mut all: Vec<TcpTransport> = (0..world).map(|_| TcpTransport::new().expect("a transport")).collect();
@@ -71,7 +75,7 @@ fn run<R: Send>(
             .map(|(rank, transport)| {
                 let (builder, act) = (&builder, &act);
                 scope.spawn(move || {
-                    let group = builder().over(rank as u32, world, transport).expect("a group");
+                    let group = builder().over(rank as u32, world, transport, None).expect("a group");
                     act(&group)
                 })
             })
@@ -123,6 +127,75 @@ fn spoilt_cut_lost_and_repeated_writes_are_repaired_and_counted() {
             WriteFault::Duplicate => assert!(duplicates > 0, "{fault:?}: {stats:?}"),
             WriteFault::Drop => assert!(resent > 0, "{fault:?}: {stats:?}"),
         }
+    }
+}
+
+/// Results from rank 0 to rank 1 never arrive whole: rank 1 gets them from whoever holds them, over the broker.
+#[test]
+fn results_that_a_link_always_spoils_come_as_copies_over_the_broker() {
+    for wire in [WireFormat::Fp32, WireFormat::Fp16] {
+        exchange_over_a_spoiling_link(wire);
+    }
+}
+
+fn exchange_over_a_spoiling_link(wire: WireFormat) {
+    let broker = EmbeddedBroker::start(BrokerConfig::new("127.0.0.1:0".parse().expect("an address"))).expect("a port");
+    let access = BrokerAccess::new(broker.url());
+    let job = JobConfig::new("copies".parse().expect("a name"), [1; 16], Secret::from_bytes([1; 32]), access);
+    let spoil = |rank: usize| FaultPlan {
+        chosen_writes: (rank == 0).then(|| -> ChosenWrites {
+            Box::new(|peer, immediate| {
+                let header = FrameHeader::decode(immediate, &JobTag([7; 16])).expect("a frame");
+                (peer == Rank(1) && header.kind == FrameKind::Result).then_some(WriteFault::Corrupt)
+            })
+        }),
+        ..FaultPlan::default()
+    };
+    let transports = tcp(3).into_iter().enumerate().map(|(rank, inner)| Faulty::new(inner, spoil(rank)));
+    let stats: Vec<Stats> = thread::scope(|scope| {
+        let threads: Vec<_> = transports
+            .enumerate()
+            .map(|(rank, transport)| {
+                let request = JoinRequest {
+                    config: job.clone(),
+                    rank: Rank(rank as u32),
+                    world_size: 3,
+                    policy: Policy::Fixed,
+                    endpoint: Endpoint::default(),
+                    deadline: Duration::from_secs(20),
+                    commit_interval: Duration::ZERO,
+                };
+                scope.spawn(move || {
+                    let control = Arc::new(ControlPlane::join(request).expect("a member").0);
+                    let builder = Builder::for_tests().retain_steps(1).wire(wire);
+                    let group = builder.over(rank as u32, 3, Box::new(transport), Some(control)).expect("a group");
+                    spoilt_sums(&group);
+                    group.barrier().expect("everybody is through");
+                    group.stats()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    assert!(stats[1].units_from_copies > 0, "{stats:?}");
+    assert!(stats[1].corrupt_frames > 0 && stats[0].units_from_copies == 0, "{stats:?}");
+}
+
+fn spoilt_sums(group: &Group) {
+    const SIZE: usize = 300_000;
+    let spec = TensorSpec::new("weights", &[SIZE as u64], DType::F32);
+    let tensor = group.declare(&[spec]).expect("declared").remove(0);
+    for _ in 0..3 {
+        let mut data = group.buffer(&tensor).expect("a buffer");
+        for (at, element) in data.as_mut_slice::<f32>().iter_mut().enumerate() {
+            *element = ((at * 7 + group.rank().index() * 13) % 100) as f32;
+        }
+        let done = group.submit(&tensor, data).expect("taken").wait().expect("reduced");
+        for (at, sum) in done.output.as_slice::<f32>().iter().enumerate() {
+            let expected: usize = (0..3).map(|rank| (at * 7 + rank * 13) % 100).sum();
+            assert_eq!(*sum, expected as f32, "element {at}");
+        }
+        group.commit().expect("on record");
     }
 }
 

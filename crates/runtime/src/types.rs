@@ -216,6 +216,8 @@ pub struct Stats {
     pub units_requested_again: u64,
     /// Units sent again.
     pub units_resent: u64,
+    /// Units that a link spoilt again and again, and that came as copies from another rank, over the broker.
+    pub units_from_copies: u64,
     /// Version records that could not be published.
     pub versions_dropped: u64,
 }

@@ -49,6 +49,9 @@ pub enum WriteRule {
 /// Decides on a message by its receiver and its bytes. Asked at every offer, also when a full queue then refuses it.
 pub type MessageRule = Box<dyn FnMut(Rank, &[u8]) -> Option<MessageFault> + Send>;
 
+/// Decides on a write by its receiver and its immediate. Asked after the other rules.
+pub type ChosenWrites = Box<dyn FnMut(Rank, &[u8]) -> Option<WriteFault> + Send>;
+
 /// What a [`Faulty`] does.
 #[derive(Default)]
 pub struct FaultPlan {
@@ -56,6 +59,8 @@ pub struct FaultPlan {
     pub seed: u64,
     /// Which writes are spoiled.
     pub writes: Vec<WriteRule>,
+    /// Which others are, by what they are.
+    pub chosen_writes: Option<ChosenWrites>,
     /// Which messages are.
     pub messages: Option<MessageRule>,
 }
@@ -166,11 +171,11 @@ impl<T: Transport> Faulty<T> {
     }
 
     /// What the plan has for the next write to `peer`. Asked once per write that is taken.
-    fn strike(&mut self, peer: Rank) -> Option<WriteFault> {
+    fn strike(&mut self, peer: Rank, immediate: &[u8]) -> Option<WriteFault> {
         let to_peer = self.writes_per_peer.get(peer.index()).copied().unwrap_or(0);
         let number = self.writes + 1;
         let (random, rules) = (&mut self.random, &self.plan.writes);
-        rules.iter().fold(None, |struck, rule| {
+        let struck = rules.iter().fold(None, |struck, rule| {
             let here = match *rule {
                 WriteRule::Nth(rank, nth, fault) => (rank == peer && nth == to_peer).then_some(fault),
                 WriteRule::Every(every, fault) => (every > 0 && number.is_multiple_of(every)).then_some(fault),
@@ -179,7 +184,8 @@ impl<T: Transport> Faulty<T> {
                 }
             };
             struck.or(here)
-        })
+        });
+        struck.or_else(|| self.plan.chosen_writes.as_mut()?(peer, immediate))
     }
 
     fn count_write(&mut self, peer: Rank) {
@@ -323,7 +329,7 @@ impl<T: Transport> Transport for Faulty<T> {
         token: u64,
     ) -> Result<(), Refused> {
         let random = self.random;
-        let taken = match self.strike(peer) {
+        let taken = match self.strike(peer, immediate) {
             Some(fault) => self.spoiled_write(fault, peer, immediate, source, target, token),
             None => {
                 let flight = self.flights.start(peer, token);

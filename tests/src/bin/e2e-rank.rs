@@ -26,6 +26,7 @@ fn main() -> ExitCode {
             .and_then(|group| exchange(&group, "2")),
         "steps-differ" => steps_differ(),
         "many-steps" => join().and_then(|group| many_steps(&group, argument(1))),
+        "commits" => join().and_then(|group| commits(group, argument(1))),
         "large" => join().and_then(|group| large(&group)),
         other => panic!("there is no scenario '{other}'"),
     };
@@ -320,6 +321,24 @@ fn many_steps(group: &Group, steps: &str) -> Said {
     assert!(after.threads <= before.threads + 1, "threads: {before:?}, then {after:?}");
     assert!(after.resident_kib <= before.resident_kib + 4096, "memory: {before:?}, then {after:?}");
     Ok("flat".into())
+}
+
+/// Small steps, a few hundred a second, each of them committed.
+fn commits(group: Group, steps: &str) -> Said {
+    let tensor = group.declare(&[TensorSpec::new("weights", &[5000], DType::F32)])?.remove(0);
+    let steps: u32 = steps.parse().expect("a number of steps");
+    for step in 0..steps {
+        let mut data = group.buffer(&tensor)?;
+        data.as_mut_slice::<f32>().fill(step as f32);
+        let done = group.submit(&tensor, data)?.wait()?;
+        assert_eq!(done.output.as_slice::<f32>()[4999], step as f32 * group.world_size() as f32);
+        group.commit()?;
+        println!("step {step}");
+        std::thread::sleep(std::time::Duration::from_millis(3));
+    }
+    drop(tensor);
+    group.close()?;
+    Ok(format!("{steps} steps"))
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -49,7 +49,8 @@ pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static)
     let no_thread = |error: io::Error| LaunchError::failed(format!("cannot start a thread: {error}"));
     let _watch = SignalWatch::start(sender.clone()).map_err(no_thread)?;
     let output = Output::start(sink, &sender).map_err(no_thread)?;
-    let identity = Identity::fresh(plan.job.as_deref())?;
+    let given = gradwire::env::secret(&crate::job::variable).map_err(|fault| LaunchError::usage(fault.detail))?;
+    let identity = Identity::fresh(plan.job.as_deref(), given)?;
     let mut driver = Driver {
         agents: Vec::with_capacity(placements.len()),
         events,

@@ -21,14 +21,14 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// Makes a fresh secret and instance.
-    pub(super) fn fresh(job: Option<&str>) -> Result<Self, LaunchError> {
+    /// Makes a fresh instance, and a fresh secret if none is given: by one that is, others can read the job's records.
+    pub(super) fn fresh(job: Option<&str>, given: Option<Secret>) -> Result<Self, LaunchError> {
         let (mut instance, mut secret) = ([0; 16], [0; 32]);
         getrandom::fill(&mut instance).and_then(|()| getrandom::fill(&mut secret)).map_err(|error| {
             LaunchError::failed(format!("the system gives no random bytes for the secret: {error}"))
         })?;
         let job = job.map_or_else(|| format!("job-{}", hex(&instance[..4])), str::to_owned);
-        Ok(Self { job, instance, secret: Secret::from_bytes(secret) })
+        Ok(Self { job, instance, secret: given.unwrap_or_else(|| Secret::from_bytes(secret)) })
     }
 
     pub(super) fn instance_hex(&self) -> String {
@@ -199,10 +199,12 @@ mod tests {
 
     #[test]
     fn identities_differ_and_name_the_job() {
-        let (a, b) = (Identity::fresh(None).unwrap(), Identity::fresh(Some("mine")).unwrap());
+        let (a, b) = (Identity::fresh(None, None).unwrap(), Identity::fresh(Some("mine"), None).unwrap());
         assert_ne!(a.instance, b.instance);
         assert!(a.secret != b.secret);
         assert!(a.job.starts_with("job-"));
         assert_eq!(b.job, "mine");
+        let given = Secret::from_bytes([7; 32]);
+        assert!(Identity::fresh(None, Some(given.clone())).unwrap().secret == given);
     }
 }

@@ -1,7 +1,11 @@
 //! What an embedded broker listens on, admits and holds.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
+
+use super::tls::BrokerTls;
+use super::token::BrokerToken;
 
 /// What an [`EmbeddedBroker`](super::EmbeddedBroker) listens on, admits and holds.
 #[derive(Clone, Debug)]
@@ -10,8 +14,16 @@ pub struct BrokerConfig {
     pub listen: SocketAddr,
     /// `host:port` that clients are told to use. Without it, each client is told the address that it reached.
     pub advertise: Option<String>,
-    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted.
-    pub token: Option<String>,
+    /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted,
+    /// or everyone who shows a certificate where [`BrokerTls::client_ca`] asks for one.
+    pub token: Option<BrokerToken>,
+    /// Makes the port speak TLS, and only that.
+    pub tls: Option<BrokerTls>,
+    /// Where topics are kept; made if it is not there. Without it they are in memory only.
+    pub data_dir: Option<PathBuf>,
+    /// Whether everything is written to the disk itself before a client hears that it is kept. Then it survives a loss
+    /// of power; otherwise, the end of the process.
+    pub fsync: bool,
     /// Largest payload of one message, in bytes.
     pub message_bytes_max: usize,
     /// Most bytes that one topic holds. A full topic drops what all its durable subscriptions have acknowledged, then
@@ -48,6 +60,9 @@ impl BrokerConfig {
             listen,
             advertise: None,
             token: None,
+            tls: None,
+            data_dir: None,
+            fsync: false,
             message_bytes_max: 5 << 20,
             topic_bytes_max: 64 << 20,
             total_bytes_max: 512 << 20,

@@ -7,6 +7,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use gradwire_proto::wire::{Malformed, Reader};
+
 use super::ranges::RangeSet;
 
 /// Messages in one word of an ack set.
@@ -101,8 +103,52 @@ impl Cursor {
         self.partial.clear();
     }
 
+    /// For a data directory.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = self.mark.to_le_bytes().to_vec();
+        let acked: Vec<Range<u64>> = self.acked.iter().collect();
+        out.extend_from_slice(&(acked.len() as u32).to_le_bytes());
+        for range in acked {
+            out.extend_from_slice(&range.start.to_le_bytes());
+            out.extend_from_slice(&range.end.to_le_bytes());
+        }
+        out.extend_from_slice(&(self.partial.len() as u32).to_le_bytes());
+        for (entry, wanted) in &self.partial {
+            out.extend_from_slice(&entry.to_le_bytes());
+            out.extend_from_slice(&(wanted.len() as u32).to_le_bytes());
+            wanted.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+        }
+        out
+    }
+
+    /// Reads what [`Cursor::encode`] wrote.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut reader = Reader::new(bytes);
+        let mut cursor = Self::new(reader.u64()?);
+        for _ in 0..reader.u32()? {
+            let range = reader.u64()?..reader.u64()?;
+            if range.start <= cursor.mark || range.is_empty() {
+                return Err(Malformed("acknowledged entries are not above the mark"));
+            }
+            cursor.acked.insert(range);
+        }
+        for _ in 0..reader.u32()? {
+            let (entry, words) = (reader.u64()?, reader.u32()? as usize);
+            let mut bytes = Reader::new(reader.bytes(words.saturating_mul(8))?);
+            if cursor.is_acked(entry) {
+                return Err(Malformed("a batch is acknowledged in whole and in part"));
+            }
+            let wanted: Result<Vec<i64>, Malformed> = (0..words).map(|_| Ok(bytes.u64()?.cast_signed())).collect();
+            cursor.partial.insert(entry, wanted?);
+        }
+        reader.finish()?;
+        Ok(cursor)
+    }
+
     /// What is acknowledged above the mark.
-    #[cfg(test)]
     pub(super) fn acked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.acked.iter()
     }
@@ -117,7 +163,7 @@ impl Cursor {
 fn all_messages(messages: usize) -> Vec<i64> {
     let mut words = vec![-1; messages.div_ceil(WORD_BITS)];
     if let Some(last) = words.last_mut()
-        && messages % WORD_BITS != 0
+        && !messages.is_multiple_of(WORD_BITS)
     {
         *last = (1 << (messages % WORD_BITS)) - 1;
     }

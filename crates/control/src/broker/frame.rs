@@ -6,14 +6,24 @@
 //! producer made.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use pulsar::message::proto::{BaseCommand, CommandMessage, base_command};
+use pulsar::message::proto::{BaseCommand, CommandMessage, CommandSendReceipt, ServerError, base_command};
 use pulsar::message::{Codec, Message, Metadata};
 use tokio_util::codec::{Decoder, Encoder};
+
+use super::replies;
+use super::store::Refused;
 
 /// Marks a tail that carries a checksum.
 const TAIL_MAGIC: [u8; 2] = [0x0e, 0x01];
 /// Bytes of the two sizes that every frame starts with.
 const SIZES_BYTES: usize = 8;
+/// Largest command. The largest that mean something have a schema, or acknowledge many messages; in memory, a command
+/// of nothing but empty parts is dozens of times as large as in its frame.
+const COMMAND_BYTES_MAX: usize = 256 << 10;
+/// Largest metadata of a message, for the same reason.
+const METADATA_BYTES_MAX: usize = 256 << 10;
+/// Where the size of the metadata is in a tail.
+const METADATA_SIZE: std::ops::Range<usize> = 6..10;
 
 /// The link sent what is not a frame. It is closed: where the next frame would start is unknown.
 #[derive(Debug)]
@@ -46,7 +56,7 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     if total > frame_bytes_max {
         return Err(BadFrame(format!("a frame of {total} bytes; at most {frame_bytes_max} are allowed here")));
     }
-    if command_bytes + 4 > total {
+    if command_bytes + 4 > total || command_bytes > COMMAND_BYTES_MAX {
         return Err(BadFrame(format!("a command of {command_bytes} bytes in a frame of {total}")));
     }
     if input.len() < total + 4 {
@@ -56,6 +66,11 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     let tail = &frame[SIZES_BYTES + command_bytes..];
     if !tail.is_empty() && !tail.starts_with(&TAIL_MAGIC) {
         return Err(BadFrame("a payload without checksum".to_owned()));
+    }
+    if let Some(mut size) = tail.get(METADATA_SIZE)
+        && size.get_u32() as usize > METADATA_BYTES_MAX
+    {
+        return Err(BadFrame(format!("metadata of more than {METADATA_BYTES_MAX} bytes")));
     }
     // A copy, so that what is stored is exactly as large as what is counted.
     let tail = Bytes::copy_from_slice(tail);
@@ -71,6 +86,39 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     Ok(Some(Frame { command: message.command, tail }))
 }
 
+/// Reads a tail that was stored before.
+///
+/// # Errors
+/// When it is malformed, or its CRC is wrong.
+pub(super) fn parse_tail(bytes: Bytes) -> Result<Tail, BadFrame> {
+    let mut frame = BytesMut::with_capacity(SIZES_BYTES + 64 + bytes.len());
+    put_command(&mut frame, BaseCommand { r#type: base_command::Type::Send as i32, ..Default::default() });
+    let total = (frame.len() - 4 + bytes.len()) as u32;
+    frame[..4].copy_from_slice(&total.to_be_bytes());
+    frame.put_slice(&bytes);
+    let message = Codec.decode(&mut frame).map_err(|error| BadFrame(error.to_string()))?;
+    let payload = message.and_then(|message| message.payload).ok_or_else(|| BadFrame("no payload".to_owned()))?;
+    Ok(Tail { bytes, payload_bytes: payload.data.len(), metadata: payload.metadata })
+}
+
+/// Turns the receipts among these answers into errors: what they were for is not kept.
+pub(super) fn refuse_receipts(answers: &mut BytesMut, reason: &str) {
+    let mut refused = BytesMut::with_capacity(answers.len());
+    while let Ok(Some(message)) = Codec.decode(answers) {
+        put_command(
+            &mut refused,
+            match message.command.send_receipt {
+                Some(receipt) => {
+                    let error = Refused(ServerError::PersistenceError, reason.to_owned());
+                    replies::send_error(receipt.producer_id, receipt.sequence_id, error)
+                }
+                None => message.command,
+            },
+        );
+    }
+    *answers = refused;
+}
+
 /// Appends a command without tail.
 pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
     // Encoding into a growing buffer cannot fail; were it to, the client would time out on its request.
@@ -79,15 +127,28 @@ pub(super) fn put_command(out: &mut BytesMut, command: BaseCommand) {
     }
 }
 
+/// Appends a SEND_RECEIPT.
+pub(super) fn put_receipt(out: &mut BytesMut, receipt: &CommandSendReceipt) {
+    put_with_tail(out, base_command::Type::SendReceipt, receipt, &[]);
+}
+
 /// Appends a MESSAGE with the stored tail.
-pub(super) fn put_message(out: &mut BytesMut, message: CommandMessage, tail: &[u8]) {
+pub(super) fn put_message(out: &mut BytesMut, message: &CommandMessage, tail: &[u8]) {
+    put_with_tail(out, base_command::Type::Message, message, tail);
+}
+
+/// Appends a command of the kind that is sent for every message. They are encoded without a [`BaseCommand`], whose
+/// many fields take kilobytes to make and to move. A command's field has the number of its type.
+fn put_with_tail(out: &mut BytesMut, kind: base_command::Type, command: &impl prost::Message, tail: &[u8]) {
     let start = out.len();
-    let command =
-        BaseCommand { r#type: base_command::Type::Message as i32, message: Some(message), ..Default::default() };
-    put_command(out, command);
-    let total = (out.len() - start - 4 + tail.len()) as u32;
-    out[start..start + 4].copy_from_slice(&total.to_be_bytes());
+    out.put_bytes(0, SIZES_BYTES);
+    prost::encoding::int32::encode(1, &(kind as i32), out);
+    prost::encoding::message::encode(kind as u32, command, out);
+    let command_bytes = out.len() - start - SIZES_BYTES;
     out.put_slice(tail);
+    let total = out.len() - start - 4;
+    out[start..start + 4].copy_from_slice(&(total as u32).to_be_bytes());
+    out[start + 4..start + SIZES_BYTES].copy_from_slice(&(command_bytes as u32).to_be_bytes());
 }
 
 #[cfg(test)]
@@ -117,12 +178,23 @@ mod tests {
         assert_eq!((tail.payload_bytes, tail.metadata.sequence_id), (8, 7));
         let mut out = BytesMut::new();
         let id = MessageIdData { ledger_id: 3, entry_id: 4, partition: Some(-1), ..Default::default() };
-        put_message(&mut out, CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
+        put_message(&mut out, &CommandMessage { consumer_id: 9, message_id: id, ..Default::default() }, &tail.bytes);
         // The client's own decoder accepts it, checksum included.
         let passed_on = Codec.decode(&mut out).unwrap().unwrap();
         assert_eq!(passed_on.payload.unwrap().data, b"gradient");
         assert_eq!(passed_on.command.message.unwrap().message_id.entry_id, 4);
         assert!(out.is_empty());
+    }
+
+    #[test]
+    fn a_receipt_is_what_the_clients_decoder_expects() {
+        let receipt = CommandSendReceipt { producer_id: 3, sequence_id: 4, ..Default::default() };
+        let mut out = BytesMut::new();
+        put_receipt(&mut out, &receipt);
+        let decoded = Codec.decode(&mut out).unwrap().unwrap();
+        assert_eq!(decoded.command.r#type, base_command::Type::SendReceipt as i32);
+        assert_eq!(decoded.command.send_receipt, Some(receipt));
+        assert!(decoded.payload.is_none() && out.is_empty());
     }
 
     #[test]

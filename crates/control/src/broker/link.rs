@@ -1,21 +1,26 @@
-//! One link's task: bytes in, bytes out, time limits.
+//! One link's task: the TLS handshake, bytes in, bytes out, time limits.
 //!
 //! There is one output buffer and no queue. Messages are added to it only while it is nearly empty, and no command
 //! is read while the client does not take its answers, so a slow client holds a bounded amount of memory.
 
+use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use pulsar::message::proto::ServerError;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio_rustls::server::TlsStream;
 
-use super::Broker;
-use super::frame::{put_command, take_frame};
-use super::replies;
+use super::frame::{put_command, refuse_receipts, take_frame};
 use super::session::{Close, Session};
+use super::store::{Outcome, Refused};
+use super::{Broker, replies, tls};
 
 /// Largest frame before the client has shown its token.
 const FRAME_BYTES_BEFORE_CONNECT_MAX: usize = 16 << 10;
@@ -29,94 +34,255 @@ const READ_BYTES: usize = 16 << 10;
 const FAREWELL_MAX: Duration = Duration::from_millis(500);
 
 /// Serves one link until it ends, the broker stops, or a limit is passed.
-pub(super) async fn serve(broker: Arc<Broker>, mut stream: TcpStream, link: u64, mut stop: watch::Receiver<bool>) {
-    let pending = Pending(&broker);
-    let Ok(local) = stream.local_addr() else { return };
-    let _ = stream.set_nodelay(true);
-    let wake = Arc::new(Notify::new());
-    let mut session = Session::new(broker.clone(), link, local, wake.clone());
-    let mut out = BytesMut::new();
-    let reason = tokio::select! {
-        Close(reason) = run(&broker, pending, &mut stream, &mut session, &mut out, &wake) => reason,
-        _ = stop.wait_for(|stop| *stop) => "the broker stops".to_owned(),
+pub(super) async fn serve(broker: Arc<Broker>, stream: TcpStream, link: u64, mut stop: watch::Receiver<bool>) {
+    let mut state = Link {
+        pending: Some(Pending(broker.clone())),
+        // One time limit for the handshake and the token together.
+        silent_until: Instant::now() + broker.config.connect_timeout,
+        stop: stop.clone(),
+        broker,
+        number: link,
     };
-    tracing::debug!(link, reason, "broker link closed");
-    // Its producers and consumers are gone before the client can notice, so that it can come back at once.
-    drop(session);
-    let _ = timeout(FAREWELL_MAX, async {
-        let _ = stream.write_all_buf(&mut out).await;
-        let _ = stream.shutdown().await;
-    })
-    .await;
+    let _ = stream.set_nodelay(true);
+    let opened = tokio::select! {
+        opened = state.open(stream) => opened,
+        _ = stop.wait_for(|stop| *stop) => return,
+    };
+    match opened {
+        Ok((Opened::Plain(stream), local)) => state.serve(stream, local.to_string()).await,
+        Ok((Opened::Tls(stream), local)) => {
+            // The certificate is valid for the name that the client used, so that is the name to tell it.
+            let name = stream.get_ref().1.server_name().map(|name| format!("{name}:{}", local.port()));
+            state.serve(*stream, name.unwrap_or_else(|| local.to_string())).await;
+        }
+        Err(Close(reason)) => tracing::debug!(link, reason, "broker link closed before it was open"),
+    }
+}
+
+/// What one link's task has beside its stream.
+struct Link {
+    broker: Arc<Broker>,
+    number: u64,
+    /// Until it has shown its token.
+    pending: Option<Pending>,
+    silent_until: Instant,
+    stop: watch::Receiver<bool>,
+}
+
+enum Opened {
+    Plain(AckingStream),
+    Tls(Box<TlsStream<AckingStream>>),
+}
+
+/// Answers that must not leave before what they say is kept. Nothing is read or handed out meanwhile, so that all
+/// commands and answers stay in their order.
+struct Held {
+    kept: oneshot::Receiver<Outcome>,
+    answers: BytesMut,
 }
 
 /// Counts a link that has not shown its token yet.
-struct Pending<'a>(&'a Broker);
+struct Pending(Arc<Broker>);
 
-impl Drop for Pending<'_> {
+impl Drop for Pending {
     fn drop(&mut self) {
         self.0.link_settled();
     }
 }
 
-async fn run(
-    broker: &Broker,
-    pending: Pending<'_>,
-    stream: &mut TcpStream,
-    session: &mut Session,
-    out: &mut BytesMut,
-    wake: &Notify,
-) -> Close {
-    let mut pending = Some(pending);
-    let keep_alive = broker.config.keep_alive;
-    let mut silent_until = Instant::now() + broker.config.connect_timeout;
-    let mut asked = false;
-    let (mut reader, mut writer) = stream.split();
-    let mut input = BytesMut::new();
-    loop {
-        session.fill(out);
-        tokio::select! {
-            read = reader.read_buf(&mut input), if out.len() < OUTPUT_BYTES_STALLED => {
-                match read {
-                    Ok(0) => return Close("the client closed it".to_owned()),
-                    Ok(_) => acknowledge_at_once(reader.as_ref()),
-                    Err(error) => return Close(error.to_string()),
-                }
-                if let Err(close) = handle_all(broker, session, &mut input, out) {
-                    return close;
-                }
-                if session.is_connected() {
-                    pending = None;
-                    asked = false;
-                    silent_until = Instant::now() + keep_alive;
-                }
+impl Link {
+    /// Finds out what the client speaks, and carries out the TLS handshake where that is wanted. Gives the address
+    /// that the client reached, too.
+    async fn open(&mut self, stream: TcpStream) -> Result<(Opened, SocketAddr), Close> {
+        let (local, peer) = match (stream.local_addr(), stream.peer_addr()) {
+            (Ok(local), Ok(peer)) => (local, peer),
+            _ => return Err(Close("it was closed at once".to_owned())),
+        };
+        let until = self.silent_until;
+        let timed_out = |_| Close(format!("{peer} was silent for too long"));
+        let speaks_tls = timeout_at(until, tls::speaks_tls(&stream)).await.map_err(timed_out)?;
+        let speaks_tls = speaks_tls.ok_or_else(|| Close(format!("{peer} closed it without a word")))?;
+        let mut stream = AckingStream(stream);
+        match (&self.broker.tls, speaks_tls) {
+            (None, false) => Ok((Opened::Plain(stream), local)),
+            (None, true) => {
+                let reason = "a client speaks TLS, and this port does not: use pulsar://";
+                tracing::warn!(%peer, "the embedded broker closes a link: {reason}");
+                Err(Close(reason.to_owned()))
             }
-            written = writer.write_buf(out), if !out.is_empty() => {
-                if let Err(error) = written {
-                    return Close(error.to_string());
-                }
+            (Some(_), false) => {
+                let reason = "this port speaks TLS: use pulsar+ssl://";
+                tracing::warn!(%peer, "the embedded broker closes a link of a client without TLS: {reason}");
+                let mut out = BytesMut::new();
+                let refused = Refused(ServerError::NotAllowedError, reason.to_owned());
+                put_command(&mut out, replies::error(replies::NO_REQUEST, refused));
+                // What is left unread when a socket is closed would take the answer with it.
+                let _ = timeout_at(until, stream.read(&mut [0; READ_BYTES])).await;
+                farewell(&mut stream, &mut out).await;
+                Err(Close(reason.to_owned()))
             }
-            () = wake.notified() => {}
-            () = sleep_until(silent_until) => {
-                if asked || pending.is_some() {
-                    return Close("silent for too long".to_owned());
+            (Some(acceptor), true) => match timeout_at(until, acceptor.accept(stream)).await.map_err(timed_out)? {
+                Ok(stream) => Ok((Opened::Tls(Box::new(stream)), local)),
+                Err(error) => {
+                    tracing::warn!(%peer, %error, "the embedded broker closes a link: its TLS handshake failed");
+                    Err(Close(error.to_string()))
                 }
-                put_command(out, replies::ping());
-                asked = true;
-                silent_until = Instant::now() + keep_alive;
+            },
+        }
+    }
+
+    /// Serves an open stream. `reached` is the `host:port` that the client used, as far as it is known.
+    async fn serve<S: AsyncRead + AsyncWrite + Unpin>(mut self, mut stream: S, reached: String) {
+        let wake = Arc::new(Notify::new());
+        let mut session = Session::new(self.broker.clone(), self.number, reached, wake.clone());
+        let mut out = BytesMut::new();
+        let mut stop = self.stop.clone();
+        let reason = tokio::select! {
+            Close(reason) = self.run(&mut stream, &mut session, &mut out, &wake) => reason,
+            _ = stop.wait_for(|stop| *stop) => "the broker stops".to_owned(),
+        };
+        tracing::debug!(link = self.number, reason, "broker link closed");
+        // Its producers and consumers are gone before the client can notice, so that it can come back at once.
+        drop(session);
+        farewell(&mut stream, &mut out).await;
+    }
+
+    async fn run<S: AsyncRead + AsyncWrite + Unpin>(
+        &mut self,
+        stream: &mut S,
+        session: &mut Session,
+        out: &mut BytesMut,
+        wake: &Notify,
+    ) -> Close {
+        let broker = self.broker.clone();
+        let keep_alive = broker.config.keep_alive;
+        let (mut asked, mut unflushed) = (false, false);
+        let (mut reader, mut writer) = tokio::io::split(stream);
+        let mut input = BytesMut::new();
+        let mut held: Option<Held> = None;
+        loop {
+            if held.is_none() {
+                session.fill(out);
+            }
+            tokio::select! {
+                read = reader.read_buf(&mut input), if held.is_none() && out.len() < OUTPUT_BYTES_STALLED => {
+                    match read {
+                        Ok(0) => return Close("the client closed it".to_owned()),
+                        Ok(_) => {}
+                        Err(error) => return Close(error.to_string()),
+                    }
+                    let mut answers = BytesMut::new();
+                    let handled = handle_all(&broker, session, &mut input, &mut answers);
+                    held = broker.store().kept().map(|kept| Held { kept, answers: answers.split() });
+                    out.unsplit(answers);
+                    if let Err(close) = handled {
+                        return close;
+                    }
+                    if session.is_connected() {
+                        self.pending = None;
+                        asked = false;
+                        self.silent_until = Instant::now() + keep_alive;
+                    }
+                }
+                written = write_some(&mut writer, out, &mut unflushed), if unflushed || !out.is_empty() => {
+                    if let Err(error) = written {
+                        return Close(error.to_string());
+                    }
+                }
+                released = released(&mut held), if held.is_some() => {
+                    held = None;
+                    out.extend_from_slice(&released);
+                }
+                () = wake.notified(), if held.is_none() => {}
+                () = sleep_until(self.silent_until) => {
+                    if asked || self.pending.is_some() {
+                        return Close("silent for too long".to_owned());
+                    }
+                    put_command(out, replies::ping());
+                    asked = true;
+                    self.silent_until = Instant::now() + keep_alive;
+                }
             }
         }
     }
 }
 
+/// The answers that were held, when what they say is kept; with errors instead of receipts when it is not.
+async fn released(held: &mut Option<Held>) -> BytesMut {
+    let Some(held) = held else { return std::future::pending().await };
+    let outcome = (&mut held.kept).await;
+    let mut answers = held.answers.split();
+    if let Err(reason) = outcome.unwrap_or_else(|_| Err("the embedded broker stops".to_owned())) {
+        refuse_receipts(&mut answers, &reason);
+    }
+    answers
+}
+
+/// Writes a part of `out`. What TLS holds back counts as not flushed.
+async fn write_some<W: AsyncWrite + Unpin>(
+    writer: &mut W,
+    out: &mut BytesMut,
+    unflushed: &mut bool,
+) -> std::io::Result<()> {
+    if !out.is_empty() {
+        writer.write_buf(out).await?;
+        *unflushed = true;
+    }
+    if out.is_empty() {
+        writer.flush().await?;
+        *unflushed = false;
+    }
+    Ok(())
+}
+
+/// Sends what is left, and closes.
+async fn farewell<S: AsyncWrite + Unpin>(stream: &mut S, out: &mut BytesMut) {
+    let _ = timeout(FAREWELL_MAX, async {
+        let _ = stream.write_all_buf(out).await;
+        let _ = stream.shutdown().await;
+    })
+    .await;
+}
+
+/// A stream that acknowledges what it has read at once.
+///
 /// Clients that leave Nagle's algorithm on, as the `pulsar` crate does, hold a command back until what they sent
 /// before is acknowledged. FLOW and ACK have no answer that would carry that, and the system would wait 40 ms for one.
 /// It forgets the setting, so it is made after each read.
-fn acknowledge_at_once(stream: &TcpStream) {
-    let _ = rustix::net::sockopt::set_tcp_quickack(stream, true);
+struct AckingStream(TcpStream);
+
+impl AsyncRead for AckingStream {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.0).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            let _ = rustix::net::sockopt::set_tcp_quickack(&self.0, true);
+        }
+        polled
+    }
 }
 
-fn handle_all(broker: &Broker, session: &mut Session, input: &mut BytesMut, out: &mut BytesMut) -> Result<(), Close> {
+impl AsyncWrite for AckingStream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+/// Carries out all commands that have come whole.
+pub(super) fn handle_all(
+    broker: &Broker,
+    session: &mut Session,
+    input: &mut BytesMut,
+    out: &mut BytesMut,
+) -> Result<(), Close> {
     loop {
         let frame_bytes_max = if session.is_connected() {
             broker.config.message_bytes_max + FRAME_BYTES_SLACK

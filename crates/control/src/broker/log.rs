@@ -37,7 +37,7 @@ pub(super) struct Entry {
     /// Messages in the batch; 1 without batching.
     pub(super) messages: u32,
     /// Where a Key_Shared subscription sends it.
-    pub(super) hash: u16,
+    pub(super) hash: u32,
     pub(super) publish_time_ms: u64,
     /// By the broker's clock; never goes back within a log.
     pub(super) arrival_ms: u64,
@@ -66,11 +66,8 @@ impl Entry {
         let metadata = &tail.metadata;
         let count = metadata.num_messages_in_batch;
         let chunk = metadata.num_chunks_from_msg.unwrap_or_default() > 1;
-        let payload_bytes = match metadata.uncompressed_size.unwrap_or_default() {
-            0 => tail.payload_bytes,
-            // An empty payload may be compressed to some bytes.
-            size => size as usize,
-        };
+        // An empty payload may be compressed to some bytes.
+        let payload_bytes = metadata.uncompressed_size.map_or(tail.payload_bytes, |size| size as usize);
         Self {
             number: 0,
             tail: tail.bytes.clone(),
@@ -143,6 +140,11 @@ impl Log {
         self.entries.range(self.index_from(number)..)
     }
 
+    /// How many entries have numbers in this range.
+    pub(super) fn count(&self, numbers: Range<u64>) -> u64 {
+        self.index_from(numbers.end).saturating_sub(self.index_from(numbers.start)) as u64
+    }
+
     pub(super) fn last(&self) -> Option<&Entry> {
         self.entries.back()
     }
@@ -159,6 +161,17 @@ impl Log {
         self.entries.push_back(entry);
         self.note_latest(self.entries.len() - 1);
         self.next - 1
+    }
+
+    /// Puts an entry at a number that is not below [`Log::end`]: as it was before a restart.
+    pub(super) fn place(&mut self, number: u64, entry: Entry) {
+        self.skip_to(number);
+        self.push(entry);
+    }
+
+    /// Gives out no number below this one.
+    pub(super) fn skip_to(&mut self, number: u64) {
+        self.next = self.next.max(number);
     }
 
     /// Removes the oldest entry.
@@ -344,7 +357,7 @@ pub(super) mod tests {
         let mut removed = log.compact(1);
         assert_eq!((numbers(&log), removed.len()), (vec![1, 2, 3, 4, 5, 6], 1));
         removed = log.compact(7);
-        assert_eq!((numbers(&log), removed), (vec![2, 3, 4, 5, 6], vec![1..2]));
+        assert_eq!((numbers(&log), removed.pop(), removed.len()), (vec![2, 3, 4, 5, 6], Some(1..2), 0));
         assert_eq!(log.garbage_bytes(), 0);
         assert_eq!(log.bytes_below(log.end()), log.bytes() as u64);
         assert_eq!((log.first_from(0).unwrap().number, log.get(1).is_none(), log.end()), (2, true, 7));

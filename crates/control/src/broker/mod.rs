@@ -9,6 +9,8 @@
 //! does not show its token in time is closed, and the number of such links is bounded. Memory is bounded by
 //! [`BrokerConfig::topic_bytes_max`], [`BrokerConfig::total_bytes_max`] and a fixed amount for each link.
 
+#[doc(hidden)]
+pub mod bare;
 mod config;
 mod cursor;
 mod dispatch;
@@ -25,9 +27,13 @@ mod schema;
 mod selector;
 mod session;
 mod stats;
+mod storage;
 mod store;
+mod tls;
+mod token;
 mod topic;
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -35,13 +41,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use gradwire_proto::{Fault, FaultKind, Secret};
+use gradwire_proto::{Fault, FaultKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use storage::{Keeper, Storage};
+use store::{Signals, Store};
+use token::Admission;
+use tokio_rustls::TlsAcceptor;
+
 pub use config::{BrokerConfig, TopicPolicy};
 pub use stats::{BrokerStats, ConsumerStats, SubscriptionStats, TopicStats};
-use store::Store;
+pub use tls::BrokerTls;
+pub use token::BrokerToken;
 
 /// How often a refused `accept` (out of descriptors) is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
@@ -64,30 +76,31 @@ impl EmbeddedBroker {
     /// Starts a broker. It answers from the moment that this returns.
     ///
     /// # Errors
+    /// [`FaultKind::InvalidArgument`] when a file of the configuration cannot be used, and names it;
     /// [`FaultKind::AddressInUse`] when the port is taken; [`FaultKind::System`] when the address cannot be bound or
     /// the system gives no thread.
     pub fn start(config: BrokerConfig) -> Result<Self, Fault> {
+        // First of all: two brokers with the same port are as likely as two with the same directory.
         let listener = bind(config.listen)?;
+        let (broker, storage) = Broker::new(config)?;
         let address =
             listener.local_addr().map_err(|error| system(format!("the broker's socket has no address: {error}")))?;
-        let url = config
-            .advertise
-            .as_ref()
-            .map_or_else(|| format!("pulsar://{}", reachable(address)), |advertise| format!("pulsar://{advertise}"));
-        let broker = Arc::new(Broker::new(config));
+        let url = broker.url_for(&reachable(address).to_string());
+        let broker = Arc::new(broker);
+        let keeper = storage.map(|storage| Keeper::new(broker.clone(), storage));
         let (stop, stopped) = watch::channel(false);
         let served = broker.clone();
         let (started, outcome) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("gradwire-broker".to_owned())
             // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
-            .spawn(move || serve(&served, listener, &started, stopped))
+            .spawn(move || serve(&served, listener, keeper, &started, stopped))
             .map_err(|error| system(format!("the embedded broker gets no thread from the system: {error}")))?;
         outcome.recv().unwrap_or_else(|_| Err(system("the embedded broker's thread ended".to_owned())))?;
         Ok(Self { broker, address, url, stop, thread: Some(thread) })
     }
 
-    /// The URL for clients: `pulsar://host:port`.
+    /// The URL for clients: `pulsar://host:port`, or `pulsar+ssl://host:port` with TLS.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -107,7 +120,8 @@ impl EmbeddedBroker {
         BrokerStats { links, bytes: store.bytes(), topics: store.stats() }
     }
 
-    /// Stops the broker and closes every link. What its topics held is gone. Ends within about a second.
+    /// Stops the broker and closes every link. What its topics held is gone, unless they are kept in a data directory.
+    /// Ends within about a second.
     pub fn stop(mut self) {
         self.end();
     }
@@ -127,30 +141,40 @@ impl Drop for EmbeddedBroker {
 }
 
 /// What all links share.
-#[derive(Debug)]
 pub(crate) struct Broker {
     config: BrokerConfig,
     store: Mutex<Store>,
-    /// A keyed digest of the token: comparing digests takes the same time wherever the texts differ.
-    token: Option<(Secret, [u8; 32])>,
+    /// Wakes the task that keeps what the store changes.
+    signals: Arc<Signals>,
+    admission: Admission,
+    tls: Option<TlsAcceptor>,
     links: AtomicUsize,
     pending_links: AtomicUsize,
 }
 
 impl Broker {
-    fn new(config: BrokerConfig) -> Self {
-        let token = config.token.as_ref().map(|token| {
-            let key = Secret::from_bytes([0x5a; 32]);
-            let digest = key.proof(TOKEN_DIGEST, &[token.as_bytes()]);
-            (key, digest)
-        });
-        Self {
-            store: Mutex::new(Store::new(config.clone(), now_ms())),
-            token,
+    /// The broker, and its data directory if it has one.
+    fn new(config: BrokerConfig) -> Result<(Self, Option<Storage>), Fault> {
+        let tls = config.tls.as_ref();
+        let opened = config.data_dir.as_deref().map(Storage::open).transpose()?;
+        let signals = Arc::new(Signals::default());
+        let (store, storage) = match opened {
+            None => (Store::new(config.clone(), now_ms()), None),
+            Some((storage, loaded)) => {
+                let store = Store::restore(config.clone(), now_ms(), loaded, storage.path(), signals.clone())?;
+                (store, Some(storage))
+            }
+        };
+        let broker = Self {
+            admission: Admission::new(config.token.as_ref(), tls.is_some_and(|tls| tls.client_ca.is_some()))?,
+            tls: tls.map(BrokerTls::load).transpose()?,
+            store: Mutex::new(store),
+            signals,
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
-        }
+        };
+        Ok((broker, storage))
     }
 
     /// A panic while the lock was held would be a bug; the store stays usable, so the other links go on.
@@ -158,14 +182,10 @@ impl Broker {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn admits(&self, method: &str, data: &[u8]) -> bool {
-        self.token.as_ref().is_none_or(|(key, digest)| method == "token" && key.verifies(TOKEN_DIGEST, &[data], digest))
-    }
-
-    /// The URL that a client which reached us at `local` is told.
-    fn url_for(&self, local: SocketAddr) -> String {
-        let advertise = self.config.advertise.clone();
-        format!("pulsar://{}", advertise.unwrap_or_else(|| local.to_string()))
+    /// The URL that a client which reached us at this `host:port` is told.
+    fn url_for(&self, reached: &str) -> String {
+        let scheme = if self.tls.is_some() { "pulsar+ssl" } else { "pulsar" };
+        format!("{scheme}://{}", self.config.advertise.as_deref().unwrap_or(reached))
     }
 
     fn link_settled(&self) {
@@ -173,11 +193,16 @@ impl Broker {
     }
 }
 
-const TOKEN_DIGEST: &str = "gradwire broker token digest";
+impl fmt::Debug for Broker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Broker").field("config", &self.config).finish_non_exhaustive()
+    }
+}
 
 fn serve(
     broker: &Arc<Broker>,
     listener: std::net::TcpListener,
+    keeper: Option<Keeper>,
     started: &SyncSender<Result<(), Fault>>,
     stopped: watch::Receiver<bool>,
 ) {
@@ -191,7 +216,11 @@ fn serve(
             Ok(listener) => {
                 let _ = started.send(Ok(()));
                 tokio::spawn(tick(broker.clone(), stopped.clone()));
+                let keeper = keeper.map(|keeper| tokio::spawn(keeper.run(stopped.clone())));
                 accept(broker, &listener, stopped).await;
+                if let Some(keeper) = keeper {
+                    let _ = keeper.await;
+                }
             }
             Err(error) => drop(started.send(failed(error))),
         }

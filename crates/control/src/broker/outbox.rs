@@ -147,7 +147,7 @@ impl Delivery {
             ack_set: self.ack_set,
             consumer_epoch: self.consumer_epoch,
         };
-        put_message(out, message, &self.tail);
+        put_message(out, &message, &self.tail);
     }
 }
 

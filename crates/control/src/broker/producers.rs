@@ -58,6 +58,16 @@ impl Producers {
         self.live.is_empty() && self.waiting.is_empty()
     }
 
+    /// The topic's epoch, if it ever had an only producer.
+    pub(super) fn epoch(&self) -> Option<u64> {
+        self.topic_epoch
+    }
+
+    /// Goes on with the epoch that the topic had before a restart.
+    pub(super) fn restore_epoch(&mut self, epoch: Option<u64>) {
+        self.topic_epoch = epoch;
+    }
+
     pub(super) fn names(&self) -> impl Iterator<Item = &String> {
         self.live.keys()
     }

@@ -52,7 +52,6 @@ impl RangeSet {
         self.ranges.clear();
     }
 
-    #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.ranges.iter().map(|(start, end)| *start..*end)
     }

@@ -5,8 +5,8 @@ use pulsar::message::proto::{
     CommandConnected, CommandConsumerStatsResponse, CommandError, CommandGetLastMessageIdResponse,
     CommandGetOrCreateSchemaResponse, CommandGetSchemaResponse, CommandGetTopicsOfNamespaceResponse,
     CommandLookupTopicResponse, CommandPartitionedTopicMetadataResponse, CommandPing, CommandPong,
-    CommandProducerSuccess, CommandSendError, CommandSendReceipt, CommandSuccess, MessageIdData, Schema,
-    base_command::Type, command_lookup_topic_response, command_partitioned_topic_metadata_response,
+    CommandProducerSuccess, CommandSendError, CommandSuccess, MessageIdData, Schema, base_command::Type,
+    command_lookup_topic_response, command_partitioned_topic_metadata_response,
 };
 
 use super::producers::Admission;
@@ -69,7 +69,12 @@ pub(super) fn lookup(request_id: u64, url: Result<String, Refused>) -> BaseComma
     let mut response = CommandLookupTopicResponse { request_id, authoritative: Some(true), ..Default::default() };
     match url {
         Ok(url) => {
-            response.broker_service_url = Some(url);
+            // Clients of a TLS port look for the other field.
+            if url.starts_with("pulsar+ssl:") {
+                response.broker_service_url_tls = Some(url);
+            } else {
+                response.broker_service_url = Some(url);
+            }
             response.response = Some(LookupType::Connect as i32);
         }
         Err(Refused(error, message)) => {
@@ -119,18 +124,6 @@ pub(super) fn close_consumer(consumer_id: u64) -> BaseCommand {
 pub(super) fn active_consumer(consumer_id: u64, is_active: bool) -> BaseCommand {
     let change = CommandActiveConsumerChange { consumer_id, is_active: Some(is_active) };
     BaseCommand { active_consumer_change: Some(change), ..command(Type::ActiveConsumerChange) }
-}
-
-pub(super) fn receipt(producer_id: u64, sequence_id: u64, highest: Option<u64>, id: MessageIdData) -> BaseCommand {
-    BaseCommand {
-        send_receipt: Some(CommandSendReceipt {
-            producer_id,
-            sequence_id,
-            message_id: Some(id),
-            highest_sequence_id: highest,
-        }),
-        ..command(Type::SendReceipt)
-    }
 }
 
 pub(super) fn send_error(producer_id: u64, sequence_id: u64, Refused(error, message): Refused) -> BaseCommand {

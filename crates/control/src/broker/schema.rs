@@ -3,7 +3,8 @@
 //! The broker keeps them and compares types. It does not look into definitions: another definition of the same type
 //! is a new version, as with Apache Pulsar's strategy ALWAYS_COMPATIBLE.
 
-use pulsar::message::proto::{Schema, ServerError, schema::Type};
+use gradwire_proto::wire::{Malformed, Reader};
+use pulsar::message::proto::{KeyValue, Schema, ServerError, schema::Type};
 
 use super::store::Refused;
 
@@ -19,6 +20,32 @@ pub(super) struct Schemas(Vec<Schema>);
 impl Schemas {
     pub(super) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// For a data directory: each version.
+    pub(super) fn encode(&self) -> impl Iterator<Item = Vec<u8>> {
+        self.0.iter().map(|schema| {
+            let mut out = schema.r#type.to_le_bytes().to_vec();
+            let mut put = |bytes: &[u8]| {
+                out.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+                out.extend_from_slice(bytes);
+            };
+            put(schema.name.as_bytes());
+            put(&schema.schema_data);
+            for property in &schema.properties {
+                put(property.key.as_bytes());
+                put(property.value.as_bytes());
+            }
+            out
+        })
+    }
+
+    /// Reads what [`Schemas::encode`] wrote.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub(super) fn decode(versions: &[Vec<u8>]) -> Result<Self, Malformed> {
+        versions.iter().map(|version| decode(version)).collect::<Result<_, _>>().map(Self)
     }
 
     /// What they cost.
@@ -75,6 +102,27 @@ impl Schemas {
             _ => Ok(()),
         }
     }
+}
+
+fn decode(version: &[u8]) -> Result<Schema, Malformed> {
+    let mut reader = Reader::new(version);
+    let r#type = reader.u32()?.cast_signed();
+    let (name, schema_data) = (text(&mut reader)?, sized(&mut reader)?.to_vec());
+    let mut properties = Vec::new();
+    while reader.remaining() > 0 {
+        properties.push(KeyValue { key: text(&mut reader)?, value: text(&mut reader)? });
+    }
+    Ok(Schema { name, schema_data, r#type, properties })
+}
+
+fn sized<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8], Malformed> {
+    let count = reader.u32()? as usize;
+    reader.bytes(count)
+}
+
+fn text(reader: &mut Reader<'_>) -> Result<String, Malformed> {
+    let text = str::from_utf8(sized(reader)?).map_err(|_| Malformed("text is not UTF-8"))?;
+    Ok(text.to_owned())
 }
 
 /// Schema as clients send it; nothing for "just bytes".

@@ -1,10 +1,10 @@
-//! Which consumer of a Key_Shared or Failover subscription a hash belongs to.
+//! Which consumer of a Key_Shared subscription a slot belongs to, and which one of a Failover subscription is active.
 
 use std::collections::BTreeMap;
 
 use pulsar::message::proto::{IntRange, ServerError};
 
-use super::hash::{HASHES, hash, positive_hash};
+use super::hash::{SLOTS, hash, shared_slot, sticky_slot};
 use super::store::Refused;
 
 /// Identifies a consumer among all that the broker ever had.
@@ -13,25 +13,26 @@ pub(super) type ConsumerKey = u64;
 /// Points of one consumer on the ring.
 const POINTS: usize = 100;
 
-/// Maps hashes to consumers.
+/// Maps slots to consumers.
 #[derive(Debug)]
 pub(super) enum Selector {
-    /// The broker shares the hashes out.
+    /// The broker shares the slots out.
     AutoSplit(Ring),
-    /// Each consumer says which hashes it wants.
+    /// Each consumer says which slots it wants.
     Sticky(Ranges),
 }
 
 /// Consistent hashing. The points are functions of the consumers' names, so that a name that comes back gets the
-/// hashes that it had.
+/// slots that it had.
 #[derive(Debug, Default)]
 pub(super) struct Ring {
-    points: BTreeMap<u16, ConsumerKey>,
+    /// A point that several consumers have is the first one's.
+    points: BTreeMap<u16, Vec<ConsumerKey>>,
     /// Tells apart consumers of the same name: the smallest number that is free.
     indexes: BTreeMap<String, BTreeMap<u32, ConsumerKey>>,
 }
 
-/// First hash to last hash, and whose they are. Ranges do not overlap.
+/// First slot to last slot, and whose they are. Ranges do not overlap.
 #[derive(Debug, Default)]
 pub(super) struct Ranges(BTreeMap<u16, (u16, ConsumerKey)>);
 
@@ -55,15 +56,24 @@ impl Selector {
         }
     }
 
-    /// Whose hash this is, if it is anybody's.
-    pub(super) fn select(&self, hash: u16) -> Option<ConsumerKey> {
+    /// The slot of a hash.
+    pub(super) fn slot(&self, hash: u32) -> u16 {
+        match self {
+            Self::AutoSplit(_) => shared_slot(hash),
+            Self::Sticky(_) => sticky_slot(hash),
+        }
+    }
+
+    /// Whose slot this is, if it is anybody's.
+    pub(super) fn select(&self, slot: u16) -> Option<ConsumerKey> {
         match self {
             Self::AutoSplit(Ring { points, .. }) => {
-                points.range(hash..).next().or_else(|| points.iter().next()).map(|(_, key)| *key)
+                let (_, consumers) = points.range(slot..).next().or_else(|| points.iter().next())?;
+                consumers.first().copied()
             }
             Self::Sticky(Ranges(ranges)) => {
-                let (_, (last, key)) = ranges.range(..=hash).next_back()?;
-                (hash <= *last).then_some(*key)
+                let (_, (last, key)) = ranges.range(..=slot).next_back()?;
+                (slot <= *last).then_some(*key)
             }
         }
     }
@@ -75,13 +85,16 @@ impl Ring {
         let index = (0..).find(|index| !indexes.contains_key(index)).unwrap_or_default();
         indexes.insert(index, key);
         for point in 0..POINTS {
-            // A point that is taken stays with whoever has it.
-            self.points.entry(hash(format!("{name}\0{index}\0{point}").as_bytes())).or_insert(key);
+            let slot = shared_slot(hash(format!("{name}\0{index}\0{point}").as_bytes()));
+            self.points.entry(slot).or_default().push(key);
         }
     }
 
     fn remove(&mut self, key: ConsumerKey) {
-        self.points.retain(|_, owner| *owner != key);
+        self.points.retain(|_, consumers| {
+            consumers.retain(|consumer| *consumer != key);
+            !consumers.is_empty()
+        });
         self.indexes.retain(|_, indexes| {
             indexes.retain(|_, owner| *owner != key);
             !indexes.is_empty()
@@ -95,14 +108,14 @@ impl Ranges {
         if wanted.is_empty() {
             return Err(refused("a sticky Key_Shared consumer names no hash range; give it at least one".to_owned()));
         }
-        if wanted.len() > HASHES as usize {
-            return Err(refused(format!("{} hash ranges are more than there are hashes", wanted.len())));
+        if wanted.len() > SLOTS as usize {
+            return Err(refused(format!("{} hash ranges are more than there are slots", wanted.len())));
         }
         let mut added = BTreeMap::new();
         for range in wanted {
             let named = format!("hash range {} to {}", range.start, range.end);
             let (Ok(first), Ok(last)) = (u16::try_from(range.start), u16::try_from(range.end)) else {
-                return Err(refused(format!("{named} is not within 0 to {}", HASHES - 1)));
+                return Err(refused(format!("{named} is not within 0 to {}", SLOTS - 1)));
             };
             if first > last {
                 return Err(refused(format!("{named} ends before it starts")));
@@ -123,11 +136,11 @@ impl Ranges {
 /// Which of these names, in order, is the active one of a Failover subscription of this topic. Apache Pulsar hashes
 /// them so that the topics of a namespace are spread over consumers with the same names.
 pub(super) fn active_index(topic: &str, names: &[&str]) -> usize {
-    let topic = positive_hash(topic.as_bytes());
+    let topic = hash(topic.as_bytes());
     let mut ring = BTreeMap::new();
     for (index, name) in names.iter().enumerate() {
         for point in 0..POINTS {
-            ring.insert(positive_hash(format!("{name}{point}").as_bytes()), index);
+            ring.insert(hash(format!("{name}{point}").as_bytes()), index);
         }
     }
     ring.range(topic..).next().or_else(|| ring.iter().next()).map_or(0, |(_, index)| *index)
@@ -149,7 +162,7 @@ mod tests {
     }
 
     fn all(selector: &Selector) -> Vec<Option<ConsumerKey>> {
-        (1..=u16::MAX).map(|hash| selector.select(hash)).collect()
+        (1..=u16::MAX).map(|slot| selector.select(slot)).collect()
     }
 
     #[test]
@@ -195,5 +208,17 @@ mod tests {
         let chosen: BTreeSet<_> = (0..50).map(|topic| active_index(&format!("topic-{topic}"), &names)).collect();
         assert_eq!(chosen.len(), 3);
         assert_eq!(active_index("topic", &["only"]), 0);
+    }
+
+    /// As seen at Apache Pulsar 4.0.7.
+    #[test]
+    fn keys_land_where_apache_pulsar_has_them() {
+        let mut selector = Selector::AutoSplit(Ring::default());
+        for (key, name) in ["k0", "k1", "k2"].into_iter().enumerate() {
+            selector.add(key as u64, name, &[]).unwrap();
+        }
+        for (key, consumer) in [("k0", 2), ("k1", 0), ("k10", 0), ("k11", 1), ("k12", 0), ("k13", 2)] {
+            assert_eq!(selector.select(selector.slot(hash(key.as_bytes()))), Some(consumer), "{key}");
+        }
     }
 }

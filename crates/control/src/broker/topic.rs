@@ -1,6 +1,7 @@
 //! A topic: its log, what is kept of it, and who is at it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use pulsar::message::proto::{Schema, ServerError};
 
@@ -28,6 +29,13 @@ pub(super) struct Topic {
     pub(super) producers: Producers,
     pub(super) schemas: Schemas,
     pub(super) subscriptions: BTreeMap<String, Subscription>,
+    /// Whether it is kept beyond the process.
+    pub(super) keep: bool,
+    /// Messages that are not kept yet. Nobody sees them, and they have the numbers behind the log's.
+    staged: Vec<Entry>,
+    staged_bytes: usize,
+    /// Numbers of entries that left the log, and are still kept.
+    pub(super) removed: Vec<Range<u64>>,
     /// Compaction waits for this much garbage.
     compact_at: usize,
 }
@@ -42,6 +50,10 @@ impl Topic {
             producers: Producers::default(),
             schemas: Schemas::default(),
             subscriptions: BTreeMap::new(),
+            keep: false,
+            staged: Vec::new(),
+            staged_bytes: 0,
+            removed: Vec::new(),
             compact_at: GARBAGE_BYTES_MIN,
         };
         if topic.policy.compact {
@@ -52,7 +64,7 @@ impl Topic {
 
     /// What it costs.
     pub(super) fn bytes(&self) -> usize {
-        self.log.bytes() + self.schemas.bytes()
+        self.log.bytes() + self.staged_bytes + self.schemas.bytes()
     }
 
     /// Makes the subscription of this name, starting at `position`, if it is not there.
@@ -85,6 +97,32 @@ impl Topic {
             subscription.dispatch(&self.log);
         }
         number
+    }
+
+    /// Holds an entry back until it is kept. Returns the number that it will have.
+    pub(super) fn stage(&mut self, entry: Entry) -> u64 {
+        self.staged_bytes += entry.cost();
+        self.staged.push(entry);
+        self.log.end() + self.staged.len() as u64 - 1
+    }
+
+    pub(super) fn staged(&self) -> &[Entry] {
+        &self.staged
+    }
+
+    /// The first `count` staged entries are kept: they are handed out.
+    pub(super) fn publish_staged(&mut self, count: usize) {
+        let later = self.staged.split_off(count.min(self.staged.len()));
+        for entry in std::mem::replace(&mut self.staged, later) {
+            self.staged_bytes -= entry.cost();
+            self.push(entry);
+        }
+    }
+
+    /// Staged entries cannot be kept. Returns what they cost.
+    pub(super) fn drop_staged(&mut self) -> usize {
+        self.staged.clear();
+        std::mem::take(&mut self.staged_bytes)
     }
 
     /// Frees memory, as little as possible, until it is not `full` any more or nothing may go.
@@ -146,7 +184,17 @@ impl Topic {
 
     /// Whether nothing is in it, ever was, and nobody is at it.
     pub(super) fn is_unused(&self) -> bool {
-        self.log.end() == 0 && self.producers.is_empty() && self.subscriptions.is_empty() && self.schemas.len() == 0
+        let empty = self.log.end() == 0 && self.staged.is_empty() && self.schemas.len() == 0;
+        empty && self.producers.is_empty() && self.subscriptions.is_empty()
+    }
+
+    /// Whether something is in it that a restart must not lose.
+    pub(super) fn is_worth_keeping(&self) -> bool {
+        self.log.end() > 0
+            || !self.staged.is_empty()
+            || self.schemas.len() > 0
+            || self.producers.epoch().is_some()
+            || self.subscriptions.values().any(|found| found.durable)
     }
 
     pub(super) fn stats(&self) -> TopicStats {
@@ -198,6 +246,7 @@ impl Topic {
         if first == before {
             return;
         }
+        self.note_removed(before..first);
         for subscription in self.subscriptions.values_mut() {
             let mark = subscription.cursor().mark();
             if mark < first {
@@ -214,12 +263,21 @@ impl Topic {
         let reading = self.subscriptions.values().filter(|found| found.durable && !found.is_compacted());
         let end = reading.map(|found| found.cursor().mark()).min().unwrap_or(self.log.end());
         for entries in self.log.compact(end) {
+            self.note_removed(entries.clone());
             for subscription in self.subscriptions.values_mut() {
                 subscription.skip(entries.clone());
             }
         }
         // What had to stay this time is not looked at again before as much is added.
         self.compact_at = (self.log.garbage_bytes() * 2).max(GARBAGE_BYTES_MIN);
+    }
+
+    fn note_removed(&mut self, entries: Range<u64>) {
+        match self.removed.last_mut() {
+            _ if !self.keep => {}
+            Some(last) if last.end == entries.start => last.end = entries.end,
+            _ => self.removed.push(entries),
+        }
     }
 }
 

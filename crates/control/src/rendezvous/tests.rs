@@ -480,9 +480,13 @@ fn who_is_never_taken_in_hears_why_at_its_deadline() {
     let mut world = elastic(1, 2);
     let newcomer = world.start(1, 1, 2, 1);
     world.run();
-    let fault = world.fault(newcomer);
+    let fault = world.fault(newcomer).clone();
     assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
     assert!(fault.detail.contains("rank 1 is held by a process on 'host-1'"), "{fault}");
+    // What it reports does not end the job that runs.
+    world.fail(newcomer, fault);
+    world.settle();
+    assert_eq!(world.events(0), []);
 }
 
 #[test]

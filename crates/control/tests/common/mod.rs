@@ -1,42 +1,27 @@
-//! The broker that tests run against: the embedded one, or the Apache Pulsar that GRADWIRE_TEST_PULSAR_URL names.
+//! What the control plane's tests share: brokers to test against, names, jobs and patience.
 
-#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
+#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test file uses a part of it")]
+
+mod apache;
+mod brokers;
+pub mod client;
+
+pub mod raw;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gradwire_control::{
-    BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy, View,
+    BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy, VersionQuery,
+    VersionRecord, View, read_versions,
 };
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::{Fault, Rank, Secret};
+use gradwire_proto::{Epoch, Fault, Rank, Secret, Step, UnitIndex};
+
+pub use brokers::{TestBroker, own_broker, own_broker_with_token, test_broker};
 
 /// How long a test waits for what must come.
 pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// A broker for one test.
-pub struct TestBroker {
-    url: String,
-    _embedded: Option<EmbeddedBroker>,
-}
-
-impl TestBroker {
-    /// Its URL.
-    pub fn url(&self) -> &str {
-        &self.url
-    }
-}
-
-/// The broker to test against.
-pub fn test_broker() -> TestBroker {
-    match std::env::var("GRADWIRE_TEST_PULSAR_URL") {
-        Ok(url) => TestBroker { url, _embedded: None },
-        Err(_) => {
-            let embedded = embedded_broker();
-            TestBroker { url: embedded.url().to_owned(), _embedded: Some(embedded) }
-        }
-    }
-}
 
 /// An embedded broker on a free port, for tests of what only it promises.
 pub fn embedded_broker() -> EmbeddedBroker {
@@ -88,6 +73,22 @@ pub fn join_all(requests: Vec<JoinRequest>) -> Vec<Joined> {
     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
 }
 
+/// The members, where all joined.
+pub fn planes(joined: Vec<Joined>) -> Vec<ControlPlane> {
+    joined.into_iter().map(|joined| joined.expect("a member").0).collect()
+}
+
+/// A version record.
+pub fn version(owner: u32, step: u64, crcs: u32) -> VersionRecord {
+    VersionRecord {
+        epoch: Epoch(1),
+        step: Step(step),
+        owner: Rank(owner),
+        contributors: vec![Rank(0), Rank(1)],
+        crcs: (0..crcs).map(|unit| (UnitIndex(unit), unit.wrapping_mul(31))).collect(),
+    }
+}
+
 /// Waits until `condition` gives something.
 pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + PATIENCE;
@@ -98,4 +99,9 @@ pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T 
         assert!(Instant::now() < end, "{what} did not happen within {PATIENCE:?}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// All version records of a job.
+pub fn all_versions(config: &JobConfig) -> Vec<VersionRecord> {
+    read_versions(config, &VersionQuery::default(), PATIENCE).expect("versions").records
 }

@@ -2,8 +2,8 @@
 
 use alloc::format;
 
-use super::Session;
 use super::state::Outgoing;
+use super::{Event, Session};
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FLAG_NACK_RESULT, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
@@ -181,6 +181,10 @@ impl Session {
                     .tensor(self.plan.tensor(tensor).name.clone())
                     .step(header.step),
             );
+            return;
+        }
+        if self.config.copies && header.kind == FrameKind::Result && state.corrupt_streak > 1 {
+            self.events.push_back(Event::Spoilt { peer, header: *header });
             return;
         }
         self.counters.nacked += u64::from(header.unit_count);

@@ -33,7 +33,7 @@ use core::ops::Range;
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
-use crate::frame::JobTag;
+use crate::frame::{FrameHeader, JobTag};
 use crate::ids::{Attempt, BucketId, Epoch, Rank, Step, TensorId, UnitIndex};
 use crate::plan::Plan;
 
@@ -75,6 +75,8 @@ pub struct SessionConfig {
     pub first_step: Step,
     /// How long things may take.
     pub timing: Timing,
+    /// Whether results that a link spoils again and again can be had another way: see [`Event::Spoilt`].
+    pub copies: bool,
 }
 
 /// What only the driver can do, because it has the bytes.
@@ -140,6 +142,14 @@ pub enum Event {
     Prepared,
     /// The job failed. Every operation in flight failed with it, and every later one will.
     Failed(Fault),
+    /// A link spoilt results twice in a row. They can be had another way: placed and handed to
+    /// [`Session::handle_result`] like ones that arrived. The link is asked for them again too, after a while.
+    Spoilt {
+        /// The link's peer, which owns the units.
+        peer: Rank,
+        /// The frame whose payload was spoilt, with the checksum that it should have had.
+        header: FrameHeader,
+    },
     /// Every peer that is still there has everything that it needs from this rank, which said goodbye.
     Farewell,
 }

@@ -53,6 +53,7 @@ impl World {
         let sessions = (0..size)
             .map(|rank| {
                 let config = SessionConfig {
+                    copies: false,
                     rank: Rank(rank),
                     world_size: size,
                     epoch: Epoch(1),
@@ -145,6 +146,7 @@ impl World {
                 Event::Done { tensor, step, nonfinite } => self.done[rank].push((tensor, step, nonfinite)),
                 Event::Failed(fault) => self.failed[rank] = Some(fault),
                 Event::Farewell => self.farewells += 1,
+                Event::Spoilt { .. } => unreachable!("there are no copies here"),
                 Event::Manifests | Event::Prepared => {}
             }
         }

@@ -128,10 +128,14 @@ impl Session {
                 Fault::new(FaultKind::NotOffered, detail).at(*first)
             }
             None => {
-                let silent: Vec<Rank> =
+                let mut silent: Vec<Rank> =
                     self.others().filter(|peer| self.next_missing_result(tensor, *peer).is_some()).collect();
+                let what = if silent.is_empty() { "did not acknowledge its part" } else { "sent no result" };
+                if silent.is_empty() {
+                    silent = self.others().filter(|peer| !state.acks.get(peer.index())).collect();
+                }
                 let detail = format!(
-                    "{} sent no result before the deadline although nothing is known to be missing: it may be stopped, overloaded or cut off",
+                    "{} {what} before the deadline although nothing is known to be missing: it may be stopped, overloaded or cut off",
                     name_ranks(silent.iter().copied())
                 );
                 let fault = Fault::new(FaultKind::DeadlineExceeded, detail);

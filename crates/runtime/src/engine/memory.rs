@@ -2,12 +2,15 @@
 //! what peers said of theirs.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use gradwire_proto::bits::Bits;
 use gradwire_proto::frame::Location;
 use gradwire_proto::plan::{BucketPlan, Plan};
-use gradwire_proto::{BucketId, Fault, Rank, UnitIndex};
+use gradwire_proto::{BucketId, Fault, Rank, Step, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
+
+use crate::retained::Retained;
 
 /// Alignment of buckets within staging and landing memory: a cache line.
 const ALIGNMENT: u64 = 64;
@@ -20,6 +23,10 @@ pub(super) struct Memory {
     pub(super) crcs: Vec<u32>,
     /// Units reduced since the last commit.
     dirty: Bits,
+    /// Where results are kept for ranks that ask for copies, if they are.
+    pub(super) retained: Option<Arc<Retained>>,
+    /// The step that the next commit ends.
+    pub(super) step: Step,
 }
 
 /// Memory of the buckets of one declaration round.
@@ -47,8 +54,9 @@ pub(super) struct BucketMemory {
 }
 
 impl Memory {
-    pub(super) fn new() -> Self {
-        Self { rounds: Vec::new(), buckets: Vec::new(), crcs: Vec::new(), dirty: Bits::default() }
+    pub(super) fn new(retained: Option<Arc<Retained>>, step: Step) -> Self {
+        let (rounds, buckets, crcs) = (Vec::new(), Vec::new(), Vec::new());
+        Self { rounds, buckets, crcs, dirty: Bits::default(), retained, step }
     }
 
     /// Allocates and registers what the buckets from `first_bucket` on need.
@@ -103,6 +111,13 @@ impl Memory {
         }
         self.dirty = dirty;
         Ok(())
+    }
+
+    /// Keeps a result for ranks that ask for copies, where that is wanted.
+    pub(super) fn retain(&self, unit: UnitIndex, wire: &[u8]) {
+        if let Some(retained) = &self.retained {
+            retained.keep(self.step, unit, wire);
+        }
     }
 
     pub(super) fn set_crc(&mut self, unit: UnitIndex, crc: u32) {

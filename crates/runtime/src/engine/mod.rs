@@ -24,6 +24,7 @@ use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
 use crate::handle::{OpResult, TensorShared};
+use crate::retained::Retained;
 use crate::types::{Completed, Integrity, OpError, Outcome, Stats};
 use memory::Memory;
 use receive::Receiver;
@@ -54,6 +55,8 @@ struct Slot {
 pub(crate) struct EngineConfig {
     pub(crate) session: SessionConfig,
     pub(crate) integrity: Integrity,
+    /// Where results are kept for ranks that ask for copies, if they are.
+    pub(crate) retained: Option<Arc<Retained>>,
 }
 
 /// One rank's exchange.
@@ -79,6 +82,9 @@ pub(crate) struct Engine {
     farewell: bool,
     /// Operations that ended since somebody last looked.
     ended: u64,
+    /// Results that links spoilt again and again, not asked for as copies yet; and those that are.
+    spoilt: Vec<(Rank, FrameHeader)>,
+    spoilt_asked: Vec<FrameHeader>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -98,7 +104,7 @@ impl Engine {
         Self {
             transport,
             session: Session::new(config.session),
-            memory: Memory::new(),
+            memory: Memory::new(config.retained, config.session.first_step),
             slots: Vec::new(),
             capabilities,
             inbox: VecDeque::with_capacity(1024),
@@ -112,6 +118,8 @@ impl Engine {
             failed: false,
             farewell: false,
             ended: 0,
+            spoilt: Vec::new(),
+            spoilt_asked: Vec::new(),
         }
     }
 
@@ -283,6 +291,11 @@ impl Engine {
                 Event::Prepared => {}
                 Event::Failed(fault) => self.end_all(&fault),
                 Event::Farewell => self.farewell = true,
+                Event::Spoilt { peer, header } if !self.spoilt_asked.contains(&header) => {
+                    self.spoilt_asked.push(header);
+                    self.spoilt.push((peer, header));
+                }
+                Event::Spoilt { .. } => {}
             }
         }
         moved
@@ -292,6 +305,7 @@ impl Engine {
     fn end_all(&mut self, fault: &Fault) {
         self.failed = true;
         self.finishing.clear();
+        self.spoilt.clear();
         for tensor in (0..self.slots.len() as u32).map(TensorId) {
             self.end(tensor, fault.clone());
         }
@@ -363,7 +377,20 @@ impl Engine {
     /// Ends a step. Returns the CRC-32 of every unit that this rank reduced in it, with the unit's index.
     pub(crate) fn commit(&mut self) -> Vec<(UnitIndex, u32)> {
         self.session.commit();
+        self.memory.step = self.memory.step.next();
         self.memory.take_checksums()
+    }
+
+    /// Results that should be asked for as copies: their owner, the frame that they should have come in, and the
+    /// version that they belong to.
+    pub(crate) fn take_spoilt(&mut self) -> Option<(Rank, FrameHeader, Step)> {
+        let (peer, header) = self.spoilt.pop()?;
+        Some((peer, header, self.memory.step))
+    }
+
+    /// Nobody could give these results as copies: they may be asked for again.
+    pub(crate) fn no_copies(&mut self, header: &FrameHeader) {
+        self.spoilt_asked.retain(|asked| asked != header);
     }
 
     pub(crate) fn shared(&self, tensor: TensorId) -> &Arc<TensorShared> {

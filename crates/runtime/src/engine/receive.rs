@@ -167,6 +167,30 @@ impl Engine {
         count
     }
 
+    /// Takes results that came another way than over their owner's link: checked against the frame that was spoilt.
+    pub(crate) fn take_copies(&mut self, peer: Rank, header: &FrameHeader, data: &[u8]) {
+        self.spoilt_asked.retain(|asked| asked != header);
+        if data.len() != header.payload_len as usize || crc32(data) != header.payload_crc {
+            // The link is asked again when the operation's patience is over.
+            return;
+        }
+        let now = self.now();
+        let placed = match self.session.admit(peer, header) {
+            Ok(Admission::Accept) => {
+                place_result(&mut self.session, &self.memory, &mut self.slots, header, Some(data), now)
+            }
+            Ok(Admission::Discard) => return,
+            Err(fault) => Err(fault),
+        };
+        match placed {
+            Ok(()) => {
+                self.stats.units_from_copies += u64::from(header.unit_count);
+                self.session.handle_result(peer, header);
+            }
+            Err(fault) => self.session.fail(fault),
+        }
+    }
+
     fn take_frame(&mut self, peer: Rank, header: &FrameHeader, now: u64) -> Result<(), Fault> {
         if self.session.admit(peer, header)? == Admission::Discard {
             return Ok(());
@@ -232,9 +256,14 @@ fn place_result(
             return Err(Fault::new(FaultKind::ProtocolViolation, "a result for a tensor that has no buffer"));
         };
         let nonfinite = match data {
-            None if direct => header.flags & FLAG_NONFINITE != 0,
+            None if direct => {
+                memory.retain(UnitIndex(index), &output.bytes()[native]);
+                header.flags & FLAG_NONFINITE != 0
+            }
             Some(data) if direct => {
+                let data = &data[local(wire_range.start - run.start..wire_range.end - run.start, 0)];
                 output.bytes_mut()[native].copy_from_slice(data);
+                memory.retain(UnitIndex(index), data);
                 header.flags & FLAG_NONFINITE != 0
             }
             _ => {
@@ -245,6 +274,7 @@ fn place_result(
                         &memory.rounds[bucket.round].results.bytes()[local(wire_range, bucket.staged_at)]
                     }
                 };
+                memory.retain(UnitIndex(index), source);
                 unpack(wire, dtype, source, &mut output.bytes_mut()[native])?
             }
         };

@@ -69,6 +69,13 @@ impl Engine {
         let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
         let crc = crc32(sent);
         memory.set_crc(unit, crc);
+        if memory.retained.is_some() {
+            // Borrowed anew: results are a part of the memory.
+            let staged = local(wire_start..wire_start + wire_len, memory.buckets[unit_plan.bucket.index()].staged_at);
+            let results = &memory.rounds[memory.buckets[unit_plan.bucket.index()].round].results;
+            let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
+            memory.retain(unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
+        }
         Ok(summary.nonfinite)
     }
 
@@ -86,17 +93,20 @@ impl Engine {
             let nonfinite = has_nonfinite(bucket.dtype, data)?;
             let crc = crc32(data);
             memory.set_crc(unit, crc);
+            memory.retain(unit, data);
             return Ok(nonfinite);
         }
         let wire_start = bucket.wire_bytes(unit_plan.in_bucket);
         let wire_end = wire_start + bucket.wire_bytes(u64::from(unit_plan.elements));
         let bucket_memory = &memory.buckets[unit_plan.bucket.index()];
         let staged = local(wire_start..wire_end, bucket_memory.staged_at);
-        let packed = &mut memory.rounds[bucket_memory.round].results.bytes_mut()[staged];
+        let round = bucket_memory.round;
+        let packed = &mut memory.rounds[round].results.bytes_mut()[staged.clone()];
         pack(bucket.dtype, bucket.wire, data, packed)?;
         let nonfinite = unpack(bucket.wire, bucket.dtype, packed, data)?;
         let crc = crc32(packed);
         memory.set_crc(unit, crc);
+        memory.retain(unit, &memory.rounds[round].results.bytes()[staged]);
         Ok(nonfinite)
     }
 }

@@ -48,7 +48,7 @@ fn each_fault_is_done_where_the_plan_says<F: Fixture>() {
         nth(7, WriteFault::Duplicate),
         WriteRule::Nth(Rank(2), 8, WriteFault::Drop),
     ];
-    let (got, counters) = writes_under::<F>(FaultPlan { seed: 1, writes, messages: None }, 10);
+    let (got, counters) = writes_under::<F>(FaultPlan { seed: 1, writes, messages: None, ..Default::default() }, 10);
     let mut numbers: Vec<u64> = got.iter().map(|(n, _)| *n).collect();
     numbers.sort_unstable();
     assert_eq!(numbers, [0, 1, 2, 3, 4, 6, 7, 7, 8, 9]);
@@ -88,7 +88,7 @@ fn the_same_seed_gives_the_same_faults() {
     let plan = |seed| FaultPlan {
         seed,
         writes: vec![WriteRule::PerMillion(100_000, WriteFault::Corrupt), WriteRule::Every(50, WriteFault::Drop)],
-        messages: None,
+        ..Default::default()
     };
     let (first, counters) = writes_under::<Shm>(plan(7), 500);
     let (second, _) = writes_under::<Shm>(plan(7), 500);

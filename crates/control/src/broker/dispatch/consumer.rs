@@ -42,7 +42,8 @@ pub(super) struct Consumer {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pending {
     pub(super) messages: u32,
-    pub(super) hash: u16,
+    /// Where Key_Shared counts it.
+    pub(super) slot: u16,
 }
 
 impl Consumer {

@@ -1,8 +1,8 @@
 //! Key_Shared: which entries wait for which consumer, so that the messages of a key stay in order.
 //!
-//! Ordering is by hash. A hash is *held* by the consumer that has unacknowledged entries of it; while it is, nobody
-//! else gets any, even when the hash belongs to another consumer by now (it *drains*). Entries that cannot be handed
-//! out wait, ordered by number within their hash. Invariants: a waiting hash is in `ready` exactly when its consumer
+//! Ordering is by slot, which is a hash of the key. A slot is *held* by the consumer that has unacknowledged entries of it; while it is, nobody
+//! else gets any, even when the slot belongs to another consumer by now (it *drains*). Entries that cannot be handed
+//! out wait, ordered by number within their slot. Invariants: a waiting slot is in `ready` exactly when its consumer
 //! may have it now, under its lowest number; `order` holds exactly the entries in `waiting`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,7 +20,7 @@ pub(super) struct Keyed {
     in_order: bool,
     held: HashMap<u16, Held>,
     waiting: HashMap<u16, Waiting>,
-    /// Waiting entries and their hashes.
+    /// Waiting entries and their slots.
     order: BTreeMap<u64, u16>,
     ready: BTreeMap<ConsumerKey, BTreeSet<(u64, u16)>>,
 }
@@ -56,21 +56,26 @@ impl Keyed {
         matches!(self.selector, Selector::Sticky(_)) == is_sticky(meta) && self.in_order == is_in_order(meta)
     }
 
+    /// The slot of an entry's hash.
+    pub(super) fn slot(&self, hash: u32) -> u16 {
+        self.selector.slot(hash)
+    }
+
     /// How many entries wait.
     pub(super) fn waiting_entries(&self) -> usize {
         self.order.len()
     }
 
-    /// Who gets a new entry of this hash, if somebody may get it now.
-    pub(super) fn target(&self, hash: u16) -> Option<ConsumerKey> {
-        if self.waiting.contains_key(&hash) { None } else { self.owner(hash) }
+    /// Who gets a new entry of this slot, if somebody may get it now.
+    pub(super) fn target(&self, slot: u16) -> Option<ConsumerKey> {
+        if self.waiting.contains_key(&slot) { None } else { self.owner(slot) }
     }
 
     /// An entry waits.
-    pub(super) fn wait(&mut self, hash: u16, number: u64) {
-        self.order.insert(number, hash);
-        self.waiting.entry(hash).or_default().entries.insert(number);
-        self.place(hash);
+    pub(super) fn wait(&mut self, slot: u16, number: u64) {
+        self.order.insert(number, slot);
+        self.waiting.entry(slot).or_default().entries.insert(number);
+        self.place(slot);
     }
 
     /// The first waiting entry that this consumer may have.
@@ -85,11 +90,11 @@ impl Keyed {
 
     /// An entry waits no more.
     pub(super) fn forget(&mut self, number: u64) {
-        let Some(hash) = self.order.remove(&number) else { return };
-        if let Some(waiting) = self.waiting.get_mut(&hash) {
+        let Some(slot) = self.order.remove(&number) else { return };
+        if let Some(waiting) = self.waiting.get_mut(&slot) {
             waiting.entries.remove(&number);
         }
-        self.place(hash);
+        self.place(slot);
     }
 
     /// These entries wait no more.
@@ -107,56 +112,56 @@ impl Keyed {
         self.ready.clear();
     }
 
-    /// The consumer got an entry of this hash.
-    pub(super) fn hold(&mut self, hash: u16, consumer: ConsumerKey) {
+    /// The consumer got an entry of this slot.
+    pub(super) fn hold(&mut self, slot: u16, consumer: ConsumerKey) {
         if self.in_order {
-            self.held.entry(hash).or_insert(Held { consumer, entries: 0 }).entries += 1;
+            self.held.entry(slot).or_insert(Held { consumer, entries: 0 }).entries += 1;
         }
     }
 
-    /// A consumer has one entry of this hash less.
-    pub(super) fn release(&mut self, hash: u16) {
-        let Some(held) = self.held.get_mut(&hash) else { return };
+    /// A consumer has one entry of this slot less.
+    pub(super) fn release(&mut self, slot: u16) {
+        let Some(held) = self.held.get_mut(&slot) else { return };
         held.entries -= 1;
         if held.entries == 0 {
-            self.held.remove(&hash);
-            self.place(hash);
+            self.held.remove(&slot);
+            self.place(slot);
         }
     }
 
-    /// Consumers came or went: hashes may belong to others now.
+    /// Consumers came or went: slots may belong to others now.
     pub(super) fn place_all(&mut self) {
-        for hash in self.waiting.keys().copied().collect::<Vec<_>>() {
-            self.place(hash);
+        for slot in self.waiting.keys().copied().collect::<Vec<_>>() {
+            self.place(slot);
         }
     }
 
-    /// Who may have entries of this hash now.
-    fn owner(&self, hash: u16) -> Option<ConsumerKey> {
-        let owner = self.selector.select(hash)?;
-        self.held.get(&hash).is_none_or(|held| held.consumer == owner).then_some(owner)
+    /// Who may have entries of this slot now.
+    fn owner(&self, slot: u16) -> Option<ConsumerKey> {
+        let owner = self.selector.select(slot)?;
+        self.held.get(&slot).is_none_or(|held| held.consumer == owner).then_some(owner)
     }
 
-    /// Puts a hash where it belongs in `ready`.
-    fn place(&mut self, hash: u16) {
-        let owner = self.owner(hash);
-        let Some(waiting) = self.waiting.get_mut(&hash) else { return };
+    /// Puts a slot where it belongs in `ready`.
+    fn place(&mut self, slot: u16) {
+        let owner = self.owner(slot);
+        let Some(waiting) = self.waiting.get_mut(&slot) else { return };
         let head = waiting.entries.first().copied();
         let place = owner.zip(head);
         if let Some((consumer, number)) = waiting.place.filter(|before| Some(*before) != place)
             && let Some(ready) = self.ready.get_mut(&consumer)
         {
-            ready.remove(&(number, hash));
+            ready.remove(&(number, slot));
             if ready.is_empty() {
                 self.ready.remove(&consumer);
             }
         }
         waiting.place = place;
         if let Some((consumer, number)) = place {
-            self.ready.entry(consumer).or_default().insert((number, hash));
+            self.ready.entry(consumer).or_default().insert((number, slot));
         }
         if head.is_none() {
-            self.waiting.remove(&hash);
+            self.waiting.remove(&slot);
         }
     }
 }
@@ -175,9 +180,9 @@ impl Keyed {
     pub(super) fn check(&self) {
         let waiting: usize = self.waiting.values().map(|waiting| waiting.entries.len()).sum();
         assert_eq!(waiting, self.order.len());
-        for (hash, waiting) in &self.waiting {
-            let place = self.owner(*hash).zip(waiting.entries.first().copied());
-            assert_eq!(waiting.place, place, "hash {hash}");
+        for (slot, waiting) in &self.waiting {
+            let place = self.owner(*slot).zip(waiting.entries.first().copied());
+            assert_eq!(waiting.place, place, "slot {slot}");
             assert!(!waiting.entries.is_empty());
         }
         let placed = self.waiting.values().filter(|waiting| waiting.place.is_some()).count();

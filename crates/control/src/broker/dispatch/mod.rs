@@ -7,6 +7,7 @@
 //! limits of unacknowledged messages, by the entries that Key_Shared reads ahead, and by the gaps in the cursor.
 
 mod consumer;
+mod handout;
 mod keyed;
 #[cfg(test)]
 mod tests;
@@ -19,7 +20,6 @@ use pulsar::message::proto::{MessageIdData, ServerError};
 
 use super::cursor::Cursor;
 use super::log::{Entry, Log};
-use super::outbox::Delivery;
 use super::replies;
 use super::selector::{ConsumerKey, active_index};
 use super::stats::{ConsumerStats, SubscriptionStats};
@@ -114,6 +114,11 @@ impl Subscription {
         }
     }
 
+    /// A durable subscription as it was before a restart.
+    pub(super) fn restored(topic: &str, cursor: Cursor, limits: UnackedLimits) -> Self {
+        Self { read: cursor.mark(), cursor, ..Self::new(topic, true, 0, limits) }
+    }
+
     /// What it has acknowledged.
     pub(super) fn cursor(&self) -> &Cursor {
         &self.cursor
@@ -146,7 +151,7 @@ impl Subscription {
     ///
     /// # Errors
     /// When its kind does not go with the consumers that are there, or its hash ranges overlap with theirs.
-    pub(super) fn attach(&mut self, applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
+    pub(super) fn attach(&mut self, mut applicant: Applicant, compacted: bool, log: &Log) -> Result<(), Refused> {
         self.check_kind(&applicant, compacted)?;
         let key = applicant.key;
         if self.consumers.is_empty() {
@@ -154,8 +159,9 @@ impl Subscription {
             self.start_view(compacted, log);
         }
         if let Mode::Keyed(keyed) = &mut self.mode {
-            let ranges = applicant.key_shared.as_ref().map_or(&[][..], |meta| &meta.hash_ranges);
-            keyed.selector.add(key, &applicant.name, ranges)?;
+            // The selector keeps the ranges.
+            let ranges = applicant.key_shared.take().map(|meta| meta.hash_ranges).unwrap_or_default();
+            keyed.selector.add(key, &applicant.name, &ranges)?;
             keyed.place_all();
         }
         self.consumers.insert(key, Consumer::new(applicant));
@@ -281,15 +287,6 @@ impl Subscription {
         self.read = self.cursor.next_from(self.read);
     }
 
-    /// Hands out what can be handed out.
-    pub(super) fn dispatch(&mut self, log: &Log) {
-        match self.mode {
-            Mode::Single { .. } => self.dispatch_single(log),
-            Mode::Shared { .. } => self.dispatch_shared(log),
-            Mode::Keyed(_) => self.dispatch_keyed(log),
-        }
-    }
-
     /// The last entry that its consumers get to see.
     pub(super) fn last_visible<'a>(&self, log: &'a Log) -> Option<&'a Entry> {
         log.iter_from(0).rev().find(|entry| !self.hides(entry, log))
@@ -309,8 +306,7 @@ impl Subscription {
             kind: kind_name(self.mode.kind()),
             durable: self.durable,
             consumers: consumers.collect(),
-            backlog: log.iter_from(self.cursor.mark()).filter(|entry| !self.cursor.is_acked(entry.number)).count()
-                as u64,
+            backlog: self.backlog(log),
             unacked: if single { self.cursor.unacked_below(self.read) } else { self.unacked },
             waiting: match &self.mode {
                 Mode::Single { .. } => 0,
@@ -319,6 +315,12 @@ impl Subscription {
             },
             redelivered: self.redelivered,
         }
+    }
+
+    /// How many entries of the log are not acknowledged.
+    fn backlog(&self, log: &Log) -> u64 {
+        let acked: u64 = self.cursor.acked().map(|range| log.count(range)).sum();
+        log.count(self.cursor.mark()..log.end()).saturating_sub(acked)
     }
 
     /// The position of a consumer among those of its subscription's statistics.
@@ -430,7 +432,7 @@ impl Subscription {
             match &mut self.mode {
                 Mode::Single { .. } => {}
                 Mode::Shared { replay, .. } => drop(replay.insert(number)),
-                Mode::Keyed(keyed) => keyed.wait(pending.hash, number),
+                Mode::Keyed(keyed) => keyed.wait(pending.slot, number),
             }
         }
     }
@@ -442,8 +444,8 @@ impl Subscription {
             Mode::Single { .. } => {}
             Mode::Shared { replay, .. } => drop(replay.insert(number)),
             Mode::Keyed(keyed) => {
-                keyed.release(pending.hash);
-                keyed.wait(pending.hash, number);
+                keyed.release(pending.slot);
+                keyed.wait(pending.slot, number);
             }
         }
     }
@@ -454,144 +456,9 @@ impl Subscription {
         consumer.unacked -= u64::from(pending.messages);
         self.unacked -= u64::from(pending.messages);
         if let Mode::Keyed(keyed) = &mut self.mode {
-            keyed.release(pending.hash);
+            keyed.release(pending.slot);
         }
         Some(pending)
-    }
-
-    fn hides(&self, entry: &Entry, log: &Log) -> bool {
-        self.compacted_until.is_some_and(|until| entry.number < until) && log.is_compacted_out(entry)
-    }
-
-    /// The next entry to read. Whatever lies before it, gaps in the log and what the compacted view leaves out, counts
-    /// as acknowledged.
-    fn next_unread<'a>(&mut self, log: &'a Log) -> Option<&'a Entry> {
-        loop {
-            self.read = self.cursor.next_from(self.read);
-            let entry = log.first_from(self.read)?;
-            self.cursor.ack(self.read..entry.number);
-            self.read = entry.number;
-            if self.cursor.is_acked(entry.number) {
-                continue;
-            }
-            if !self.hides(entry, log) {
-                return Some(entry);
-            }
-            self.cursor.ack(entry.number..entry.number + 1);
-        }
-    }
-
-    fn dispatch_single(&mut self, log: &Log) {
-        let Mode::Single { active: Some(key), .. } = self.mode else { return };
-        while self.consumers.get(&key).is_some_and(|consumer| consumer.is_available(u64::MAX)) {
-            let Some(entry) = self.next_unread(log) else { break };
-            self.read += 1;
-            self.deliver(key, entry, log);
-        }
-    }
-
-    fn dispatch_shared(&mut self, log: &Log) {
-        while self.unacked < self.limits.subscription
-            && let Some(key) = self.next_in_turn()
-        {
-            let Mode::Shared { replay, .. } = &mut self.mode else { return };
-            if let Some(number) = replay.pop_first() {
-                match log.get(number) {
-                    Some(entry) => self.deliver(key, entry, log),
-                    None => self.cursor.ack(number..number + 1),
-                }
-                continue;
-            }
-            let Some(entry) = self.next_unread(log) else { break };
-            self.read += 1;
-            self.deliver(key, entry, log);
-        }
-    }
-
-    /// Whose turn it is among the available consumers of the highest priority.
-    fn next_in_turn(&self) -> Option<ConsumerKey> {
-        let Mode::Shared { last, .. } = self.mode else { return None };
-        let after = self.consumers.range(last + 1..).chain(self.consumers.range(..=last));
-        let mut chosen: Option<&Consumer> = None;
-        for (_, consumer) in after {
-            let first = chosen.is_none_or(|chosen| consumer.applicant.priority < chosen.applicant.priority);
-            if first && consumer.is_available(self.limits.consumer) {
-                chosen = Some(consumer);
-            }
-        }
-        chosen.map(|consumer| consumer.applicant.key)
-    }
-
-    fn dispatch_keyed(&mut self, log: &Log) {
-        let Mode::Keyed(keyed) = &self.mode else { return };
-        for key in keyed.consumers_with_ready() {
-            self.dispatch_waiting(key, log);
-        }
-        let look_ahead = (self.consumers.len() * LOOK_AHEAD_PER_CONSUMER).min(LOOK_AHEAD_MAX);
-        loop {
-            let Mode::Keyed(keyed) = &self.mode else { return };
-            let anybody = || self.consumers.keys().any(|key| self.may_take(*key));
-            if keyed.waiting_entries() >= look_ahead || !anybody() {
-                return;
-            }
-            let Some(entry) = self.next_unread(log) else { return };
-            self.read += 1;
-            let Mode::Keyed(keyed) = &mut self.mode else { return };
-            match keyed.target(entry.hash) {
-                Some(key)
-                    if self.consumers.get(&key).is_some_and(|consumer| consumer.is_available(self.limits.consumer)) =>
-                {
-                    self.deliver(key, entry, log);
-                }
-                _ => keyed.wait(entry.hash, entry.number),
-            }
-        }
-    }
-
-    /// Gives a consumer what waits for it.
-    fn dispatch_waiting(&mut self, key: ConsumerKey, log: &Log) {
-        while self.may_take(key) {
-            let Mode::Keyed(keyed) = &mut self.mode else { return };
-            let Some(number) = keyed.next_for(key) else { return };
-            keyed.forget(number);
-            match log.get(number) {
-                Some(entry) => self.deliver(key, entry, log),
-                None => self.cursor.ack(number..number + 1),
-            }
-        }
-    }
-
-    fn may_take(&self, key: ConsumerKey) -> bool {
-        self.unacked < self.limits.subscription
-            && self.consumers.get(&key).is_some_and(|consumer| consumer.is_available(self.limits.consumer))
-    }
-
-    fn deliver(&mut self, key: ConsumerKey, entry: &Entry, log: &Log) {
-        let Some(consumer) = self.consumers.get_mut(&key) else { return };
-        let messages = u64::from(entry.messages);
-        consumer.permits = consumer.permits.saturating_sub_unsigned(messages);
-        consumer.delivered += messages;
-        let single = matches!(self.mode, Mode::Single { .. });
-        if !single {
-            consumer.pending.insert(entry.number, Pending { messages: entry.messages, hash: entry.hash });
-            consumer.unacked += messages;
-            self.unacked += messages;
-        }
-        match &mut self.mode {
-            Mode::Single { .. } => {}
-            Mode::Shared { last, .. } => *last = key,
-            Mode::Keyed(keyed) => keyed.hold(entry.hash, key),
-        }
-        consumer.applicant.outbox.push_message(Delivery {
-            consumer: key,
-            consumer_id: consumer.applicant.consumer_id,
-            consumer_epoch: consumer.applicant.epoch.filter(|_| single),
-            id: log.message_id(entry.number),
-            ack_set: self.cursor.wanted(entry.number).cloned().unwrap_or_default(),
-            redeliveries: self.redeliveries.get(&entry.number).copied().unwrap_or_default(),
-            messages: entry.messages,
-            tail: entry.tail.clone(),
-        });
     }
 }
 

@@ -16,6 +16,9 @@ use super::{Session, check_endpoint};
 impl Session {
     pub(super) fn subscribe(&mut self, mut request: CommandSubscribe) -> Result<(), Refused> {
         let topic = full_name(&request.topic)?;
+        if request.subscription.is_empty() {
+            return Err(Refused(ServerError::MetadataError, "Empty subscription name".to_owned()));
+        }
         let mut store = self.broker.store();
         if let Some(open) = self.consumers.get(&request.consumer_id)
             && store.is_seated(open)

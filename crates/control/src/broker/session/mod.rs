@@ -8,7 +8,6 @@ mod lookup;
 mod produce;
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::BytesMut;
@@ -33,8 +32,8 @@ const OUTPUT_BYTES_FULL: usize = 256 << 10;
 pub(super) struct Session {
     broker: Arc<Broker>,
     link: u64,
-    /// Where the client reached us: the address that it is told to use.
-    local: SocketAddr,
+    /// Where the client reached us, `host:port`: what it is told to use.
+    reached: String,
     /// What the broker has to say by itself.
     outbox: Arc<Outbox>,
     connected: bool,
@@ -53,10 +52,10 @@ impl From<BadFrame> for Close {
 
 impl Session {
     /// The session of a link. `wake` is notified when there is something for [`Session::fill`] to add.
-    pub(super) fn new(broker: Arc<Broker>, link: u64, local: SocketAddr, wake: Arc<Notify>) -> Self {
+    pub(super) fn new(broker: Arc<Broker>, link: u64, reached: String, wake: Arc<Notify>) -> Self {
         let outbox = Arc::new(Outbox::new(wake));
         let (producers, consumers) = (BTreeMap::new(), BTreeMap::new());
-        Self { broker, link, local, outbox, connected: false, producers, consumers }
+        Self { broker, link, reached, outbox, connected: false, producers, consumers }
     }
 
     /// Whether the client has connected, with the right token where one is wanted.
@@ -113,10 +112,12 @@ impl Session {
             return Err(Close("a second CONNECT".to_owned()));
         }
         let method = connect.auth_method_name.as_deref().unwrap_or_default();
-        if !self.broker.admits(method, connect.auth_data.as_deref().unwrap_or_default()) {
-            let detail = "the token is missing or wrong".to_owned();
-            put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, detail)));
-            return Err(Close("authentication failed".to_owned()));
+        let shown = connect.auth_data.as_deref().unwrap_or_default();
+        if let Err(reason) = self.broker.admission.check(method, shown) {
+            tracing::warn!(link = self.link, reason, "the embedded broker does not admit a client");
+            let closing = Close(format!("authentication failed: {reason}"));
+            put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, reason)));
+            return Err(closing);
         }
         self.connected = true;
         let version = connect.protocol_version.unwrap_or_default();
@@ -129,7 +130,7 @@ impl Session {
         let reply = if let Some(request) = command.partition_metadata {
             replies::partitions(request.request_id, full_name(&request.topic).map(drop))
         } else if let Some(request) = command.lookup_topic {
-            replies::lookup(request.request_id, full_name(&request.topic).map(|_| self.broker.url_for(self.local)))
+            replies::lookup(request.request_id, full_name(&request.topic).map(|_| self.broker.url_for(&self.reached)))
         } else if let Some(request) = command.producer {
             self.open_producer(request)
         } else if let Some(request) = command.subscribe {

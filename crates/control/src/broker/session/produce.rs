@@ -1,9 +1,11 @@
 //! A link's producers.
 
 use bytes::BytesMut;
-use pulsar::message::proto::{BaseCommand, CommandProducer, CommandSend, MessageIdData, ServerError};
+use pulsar::message::proto::{
+    BaseCommand, CommandProducer, CommandSend, CommandSendReceipt, MessageIdData, ServerError,
+};
 
-use super::super::frame::{Tail, put_command};
+use super::super::frame::{Tail, put_command, put_receipt};
 use super::super::names::full_name;
 use super::super::producers::{Admission, Producer};
 use super::super::store::Refused;
@@ -95,7 +97,13 @@ impl Session {
     pub(super) fn send(&mut self, send: &CommandSend, tail: Option<Tail>, out: &mut BytesMut) {
         match self.store_message(send, tail) {
             Ok(id) => {
-                put_command(out, replies::receipt(send.producer_id, send.sequence_id, send.highest_sequence_id, id));
+                let receipt = CommandSendReceipt {
+                    producer_id: send.producer_id,
+                    sequence_id: send.sequence_id,
+                    message_id: Some(id),
+                    highest_sequence_id: send.highest_sequence_id,
+                };
+                put_receipt(out, &receipt);
             }
             Err(NotStored::Refused(refused)) => {
                 put_command(out, replies::send_error(send.producer_id, send.sequence_id, refused));

@@ -9,6 +9,8 @@
 //! and [`Store::ensure_subscription`], [`Store::remove_subscription`], [`Store::add_schema`], and, for cursors,
 //! [`Store::acknowledge`], [`Store::seek`] and [`Store::tick`] (time to live).
 
+mod keep;
+
 use std::collections::BTreeMap;
 
 use pulsar::message::proto::{CommandSubscribe, MessageIdData, Schema, ServerError, command_subscribe};
@@ -22,6 +24,9 @@ use super::producers::{Admission, Producer};
 use super::selector::ConsumerKey;
 use super::stats::{ConsumerStats, SubscriptionStats, TopicStats};
 use super::topic::Topic;
+use keep::Keeping;
+
+pub(super) use keep::{Outcome, Signals};
 
 /// How long a reader that was told to come back after a seek may take.
 const READER_RETURN_MS: u64 = 60_000;
@@ -57,13 +62,15 @@ pub(super) struct Store {
     keys_given: u64,
     /// Readers without consumer, and when they are given up.
     returning: BTreeMap<(String, String), u64>,
+    /// Nothing without a data directory.
+    keeping: Option<Keeping>,
 }
 
 impl Store {
     /// An empty store. `ledger` is larger than that of any earlier one.
     pub(super) fn new(config: BrokerConfig, ledger: u64) -> Self {
         let (topics, returning) = (BTreeMap::new(), BTreeMap::new());
-        Self { config, ledger, bytes: 0, topics, names_given: 0, keys_given: 0, returning }
+        Self { config, ledger, bytes: 0, topics, names_given: 0, keys_given: 0, returning, keeping: None }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -102,7 +109,8 @@ impl Store {
         }
         self.ledger += 1;
         let log = Log::new(self.ledger);
-        let topic = Topic::new(name, log, self.config.policy(name), name.starts_with(NON_PERSISTENT));
+        let mut topic = Topic::new(name, log, self.config.policy(name), name.starts_with(NON_PERSISTENT));
+        topic.keep = self.is_kept(name);
         self.topics.insert(name.to_owned(), topic);
         Ok(())
     }
@@ -111,10 +119,11 @@ impl Store {
     fn remove_topic(&mut self, name: &str) {
         if self.topics.get(name).is_some_and(Topic::is_unused) {
             self.topics.remove(name);
+            self.note(name);
         }
     }
 
-    /// Appends a message and hands it to the topic's consumers. Returns its id.
+    /// Appends a message and hands it to the topic's consumers, once it is kept where it has to be. Returns its id.
     ///
     /// # Errors
     /// When the topic or the store is full.
@@ -134,9 +143,13 @@ impl Store {
             return Err(Refused(ServerError::ProducerBlockedQuotaExceededException, detail));
         }
         let cost = entry.cost();
-        let number = topic.push(entry);
+        let staged = topic.keep;
+        let number = if staged { topic.stage(entry) } else { topic.push(entry) };
         let id = topic.log.message_id(number);
         self.bytes += cost;
+        if staged {
+            self.note_staged(name);
+        }
         Ok(id)
     }
 
@@ -149,6 +162,7 @@ impl Store {
         topic.tidy(now_ms);
         topic.make_room(|held| held + wanted > topic_bytes_max || others + held + wanted > total_bytes_max);
         self.bytes = others + topic.bytes();
+        self.note_removed(name);
     }
 
     /// Whether this producer may send.
@@ -167,14 +181,24 @@ impl Store {
     /// When there are too many topics, or the topic's other producers do not allow it.
     pub(super) fn add_producer(&mut self, topic: &str, producer: Producer) -> Result<Admission, Refused> {
         self.create_topic(topic)?;
-        let added = self.existing(topic)?.producers.add(producer);
+        let producers = &mut self.existing(topic)?.producers;
+        let epoch = producers.epoch();
+        let added = producers.add(producer);
+        if producers.epoch() != epoch {
+            self.note(topic);
+        }
         self.remove_topic(topic);
         added
     }
 
     pub(super) fn remove_producer(&mut self, topic: &str, name: &str, key: u64) {
-        if let Some(topic) = self.topics.get_mut(topic) {
-            topic.producers.remove(name, key);
+        if let Some(found) = self.topics.get_mut(topic) {
+            let epoch = found.producers.epoch();
+            found.producers.remove(name, key);
+            // One that waited may be the only one now.
+            if found.producers.epoch() != epoch {
+                self.note(topic);
+            }
         }
         self.remove_topic(topic);
     }
@@ -190,6 +214,9 @@ impl Store {
         let added = topic.schemas.add(schema);
         let after = topic.bytes();
         self.bytes = self.bytes - before + after;
+        if after != before {
+            self.note(name);
+        }
         self.remove_topic(name);
         added
     }
@@ -223,6 +250,9 @@ impl Store {
         let attached = attach(topic, request, schema, applicant, limits, (durable, compacted), now_ms);
         let after = topic.bytes();
         self.bytes = self.bytes - before + after;
+        if attached.is_ok() && durable || after != before {
+            self.note(topic_name);
+        }
         if attached.is_ok() {
             self.returning.remove(&(topic_name.to_owned(), request.subscription.clone()));
         }
@@ -237,8 +267,10 @@ impl Store {
     pub(super) fn ensure_subscription(&mut self, topic: &str, subscription: &str) -> Result<(), Refused> {
         let limits = self.unacked_limits();
         let topic = self.existing(topic)?;
-        let first = topic.log.first();
-        topic.add_subscription(subscription, true, first, limits)
+        let (name, first) = (topic.name.clone(), topic.log.first());
+        topic.add_subscription(subscription, true, first, limits)?;
+        self.note(&name);
+        Ok(())
     }
 
     /// Whether this consumer is still where it was.
@@ -271,8 +303,9 @@ impl Store {
     }
 
     fn remove_subscription(&mut self, topic: &str, subscription: &str) {
-        if let Some(topic) = self.topics.get_mut(topic) {
-            topic.subscriptions.remove(subscription);
+        let removed = self.topics.get_mut(topic).and_then(|topic| topic.subscriptions.remove(subscription));
+        if removed.is_some_and(|subscription| subscription.durable) {
+            self.note(topic);
         }
         self.remove_topic(topic);
     }
@@ -297,7 +330,9 @@ impl Store {
     /// When there is no such consumer, or its subscription does not take cumulative acknowledgements.
     pub(super) fn acknowledge(&mut self, seat: &Seat, ids: &[MessageIdData], cumulative: bool) -> Result<(), Refused> {
         let (log, subscription) = self.at(seat).ok_or_else(no_consumer)?;
-        subscription.acknowledge(ids, cumulative, log)
+        subscription.acknowledge(ids, cumulative, log)?;
+        self.note_cursors(&seat.topic);
+        Ok(())
     }
 
     /// A consumer gives back what it was given: these entries, or all.
@@ -322,6 +357,7 @@ impl Store {
             let reader = (seat.topic.clone(), seat.subscription.clone());
             self.returning.insert(reader, now_ms + READER_RETURN_MS);
         }
+        self.note_cursors(&seat.topic);
         Ok(())
     }
 
@@ -353,8 +389,8 @@ impl Store {
         };
         let names: Vec<String> = self.topics.values().filter(timed).map(|topic| topic.name.clone()).collect();
         for name in names {
-            if let Some(topic) = self.topics.get_mut(&name) {
-                topic.expire(now_ms);
+            if self.topics.get_mut(&name).is_some_and(|topic| topic.expire(now_ms)) {
+                self.note_cursors(&name);
             }
             self.tidy(&name, 0, now_ms);
         }

@@ -1,0 +1,166 @@
+//! The task that keeps what the store changes: groups into the journal, checkpoints into the table.
+//!
+//! It is woken once for all links that were ready together, so their messages are one group. While a group is synced
+//! or a checkpoint runs, on another thread, links are served.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, sleep_until};
+
+use super::{Checkpoint, Storage};
+use crate::broker::Broker;
+use crate::broker::store::Outcome;
+
+/// How long changes that nobody waits for may wait for others.
+const SOON: Duration = Duration::from_millis(50);
+/// How often the table is brought up to date.
+const CHECKPOINT_EVERY: Duration = Duration::from_secs(1);
+/// How long nothing is tried again that failed, unless a client wants it.
+const AFTER_FAILURE: Duration = Duration::from_secs(5);
+
+/// Keeps what a broker's store changes.
+pub(in crate::broker) struct Keeper {
+    broker: Arc<Broker>,
+    storage: Storage,
+    /// Groups are synced before anybody hears that they are kept.
+    sync: bool,
+    /// What nobody waits for is kept then.
+    soon: Option<Instant>,
+    /// When the next checkpoint is due, if something is in the journal.
+    checkpoint_at: Option<Instant>,
+    running: Option<JoinHandle<(Checkpoint, io::Result<()>)>>,
+    /// The last group was not kept, and the log says so.
+    failing: bool,
+}
+
+impl Keeper {
+    pub(in crate::broker) fn new(broker: Arc<Broker>, storage: Storage) -> Self {
+        let sync = broker.config.fsync;
+        Self { broker, storage, sync, soon: None, checkpoint_at: None, running: None, failing: false }
+    }
+
+    /// Works until the broker stops, and leaves everything in the table.
+    pub(in crate::broker) async fn run(mut self, mut stopped: watch::Receiver<bool>) {
+        loop {
+            let signals = &self.broker.signals;
+            let far = Instant::now() + Duration::from_secs(3600);
+            let (soon, checkpoint) = (self.soon.unwrap_or(far), self.checkpoint_at.unwrap_or(far));
+            tokio::select! {
+                () = signals.now.notified() => self.keep_group().await,
+                () = signals.soon.notified(), if self.soon.is_none() => self.soon = Some(Instant::now() + SOON),
+                () = sleep_until(soon), if self.soon.is_some() => self.keep_group().await,
+                () = sleep_until(checkpoint), if self.running.is_none() && self.checkpoint_at.is_some() => {
+                    self.start_checkpoint();
+                }
+                done = finished(&mut self.running) => self.end_checkpoint(done),
+                () = stop(&mut stopped) => break,
+            }
+        }
+        self.finish().await;
+    }
+
+    async fn keep_group(&mut self) {
+        self.soon = None;
+        let group = self.broker.store().take_group();
+        let Some(group) = group else { return };
+        let outcome = if group.ops.is_empty() { Ok(()) } else { self.write(&group.ops).await };
+        self.broker.store().settle(group, &outcome);
+        match outcome {
+            Ok(()) => {
+                self.checkpoint_at = self.checkpoint_at.or(Some(Instant::now() + CHECKPOINT_EVERY));
+                if std::mem::take(&mut self.failing) {
+                    tracing::info!(directory = %self.shown(), "the embedded broker can write to its directory again");
+                }
+            }
+            Err(reason) => {
+                self.soon = Some(Instant::now() + AFTER_FAILURE);
+                if !std::mem::replace(&mut self.failing, true) {
+                    tracing::error!(reason, "the embedded broker refuses messages");
+                }
+            }
+        }
+    }
+
+    async fn write(&mut self, ops: &super::Ops) -> Outcome {
+        let failed = |path: String, error: io::Error| {
+            Err(format!("the embedded broker cannot write to its data directory {path}: {error}"))
+        };
+        if let Err(error) = self.storage.append(ops) {
+            return failed(self.shown(), error);
+        }
+        if self.sync {
+            let file = self.storage.journal_file();
+            let synced = spawn_blocking(move || file.sync_data()).await;
+            if let Err(error) = synced.unwrap_or_else(|gone| Err(io::Error::other(gone))) {
+                self.storage.take_back();
+                return failed(self.shown(), error);
+            }
+        }
+        Ok(())
+    }
+
+    fn start_checkpoint(&mut self) {
+        self.checkpoint_at = None;
+        match self.storage.checkpoint() {
+            Ok(None) => {}
+            Ok(Some(checkpoint)) => {
+                self.running = Some(spawn_blocking(move || {
+                    let outcome = checkpoint.run();
+                    (checkpoint, outcome)
+                }));
+            }
+            Err(error) => self.checkpoint_failed(&error),
+        }
+    }
+
+    fn end_checkpoint(&mut self, done: Option<(Checkpoint, io::Result<()>)>) {
+        self.running = None;
+        match done {
+            Some((checkpoint, Ok(()))) => self.storage.checkpointed(&checkpoint),
+            Some((_, Err(error))) => self.checkpoint_failed(&error),
+            None => self.checkpoint_failed(&io::Error::other("its thread ended")),
+        }
+    }
+
+    /// Nothing is lost: it is in the journal.
+    fn checkpoint_failed(&mut self, error: &io::Error) {
+        let directory = self.shown();
+        tracing::warn!(directory, %error, "the embedded broker cannot write its topics; it tries again");
+        self.checkpoint_at = Some(Instant::now() + AFTER_FAILURE);
+    }
+
+    async fn finish(mut self) {
+        self.keep_group().await;
+        if self.running.is_some() {
+            let done = finished(&mut self.running).await;
+            self.end_checkpoint(done);
+        }
+        self.start_checkpoint();
+        if self.running.is_some() {
+            let done = finished(&mut self.running).await;
+            self.end_checkpoint(done);
+        }
+    }
+
+    fn shown(&self) -> String {
+        self.storage.path().display().to_string()
+    }
+}
+
+async fn stop(stopped: &mut watch::Receiver<bool>) {
+    let _ = stopped.wait_for(|stop| *stop).await;
+}
+
+/// The checkpoint that runs, when it has ended; never while none runs.
+async fn finished(
+    running: &mut Option<JoinHandle<(Checkpoint, io::Result<()>)>>,
+) -> Option<(Checkpoint, io::Result<()>)> {
+    match running {
+        Some(handle) => handle.await.ok(),
+        None => std::future::pending().await,
+    }
+}

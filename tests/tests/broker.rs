@@ -1,0 +1,127 @@
+//! A broker that is killed in the middle of training and comes back: training goes on, and every commit is on record.
+//!
+//! It runs against `gradwire broker --data-dir`, or, where `ci/pulsar/standalone` starts it, against that Apache Pulsar.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use gradwire_control::{BrokerAccess, JobConfig, VersionQuery, read_versions};
+use gradwire_proto::Secret;
+use gradwire_tests::{PATIENCE, Plan, binary, random};
+
+const STEPS: u64 = 1500;
+const RANKS: u32 = 3;
+
+/// A broker that can be killed and started again, at the same URL and with the same data.
+enum Broker {
+    Embedded { data: tempfile::TempDir, listen: String, process: Child },
+    Apache { program: String, data: String, url: String },
+}
+
+impl Broker {
+    fn start() -> Self {
+        let given = |name: &str| std::env::var(name).ok();
+        if let (Some(program), Some(data), Some(url)) =
+            (given("PULSAR_STANDALONE"), given("PULSAR_DATA"), given("PULSAR_URL"))
+        {
+            return Self::Apache { program, data, url };
+        }
+        let data = tempfile::tempdir().expect("a directory");
+        let (process, url) = gradwire_broker("127.0.0.1:0", &data);
+        let listen = url.trim_start_matches("pulsar://").to_owned();
+        Self::Embedded { data, listen, process }
+    }
+
+    fn url(&self) -> String {
+        match self {
+            Self::Embedded { listen, .. } => format!("pulsar://{listen}"),
+            Self::Apache { url, .. } => url.clone(),
+        }
+    }
+
+    fn kill(&mut self) {
+        match self {
+            Self::Embedded { process, .. } => {
+                process.kill().expect("it runs");
+                process.wait().expect("it ends");
+            }
+            Self::Apache { program, data, .. } => ask(program, "kill", data),
+        }
+    }
+
+    fn again(&mut self) {
+        match self {
+            Self::Embedded { data, listen, process } => *process = gradwire_broker(listen, data).0,
+            Self::Apache { program, data, .. } => ask(program, "start", data),
+        }
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        if let Self::Embedded { process, .. } = self {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+fn gradwire_broker(listen: &str, data: &tempfile::TempDir) -> (Child, String) {
+    let mut process = Command::new(binary("gradwire"))
+        .args(["broker", "--no-auth", "--listen", listen, "--data-dir"])
+        .arg(data.path())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("gradwire starts");
+    let mut url = String::new();
+    BufReader::new(process.stdout.take().expect("a pipe")).read_line(&mut url).expect("its URL");
+    assert!(url.starts_with("pulsar://"), "the broker does not start: see above");
+    (process, url.trim().to_owned())
+}
+
+fn ask(program: &str, what: &str, data: &str) {
+    let status = Command::new(program).args([what, data]).status().expect("it runs");
+    assert!(status.success(), "Apache Pulsar cannot be asked to {what}: see above");
+}
+
+#[test]
+fn a_broker_killed_in_the_middle_of_training_loses_no_commit() {
+    let mut broker = Broker::start();
+    let name = format!("kill-{}", u64::from_le_bytes(random()));
+    let secret: [u8; 32] = random();
+    let mut plan = Plan::new(RANKS, "tcp")
+        .with("GRADWIRE_JOB", &name)
+        .with("GRADWIRE_SECRET", Secret::from_bytes(secret).to_hex())
+        .with("GRADWIRE_BROKER", broker.url())
+        .with("GRADWIRE_COMMIT_INTERVAL_MS", 0);
+    plan.variables.remove("GRADWIRE_BROKER_TOKEN");
+    let mut job = plan.start(&["commits", &STEPS.to_string()]);
+    job.wait_for_line(0, "step 200");
+    broker.kill();
+    let away = Instant::now();
+    // Steps go on while nobody records them.
+    job.wait_for_line(0, "step 500");
+    job.wait_for_line(2, "step 500");
+    assert!(away.elapsed() < PATIENCE);
+    broker.again();
+    for rank in job.wait() {
+        assert_eq!(rank.verdict(), format!("ok {STEPS} steps"), "{rank:?}");
+    }
+    let config = JobConfig::new(
+        name.parse().expect("a name"),
+        [0; 16],
+        Secret::from_bytes(secret),
+        BrokerAccess::new(broker.url()),
+    );
+    let records = read_versions(&config, &VersionQuery::default(), Duration::from_secs(60)).expect("versions").records;
+    let mut steps: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
+    for record in records {
+        steps.entry(record.owner.0).or_default().push(record.step.0);
+    }
+    for owner in 0..RANKS {
+        let expected: Vec<u64> = (0..STEPS).collect();
+        assert!(steps.get(&owner) == Some(&expected), "rank {owner} lacks, repeats or misorders commits: {steps:?}");
+    }
+}
