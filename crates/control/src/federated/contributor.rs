@@ -306,7 +306,7 @@ fn missing(log: &Log, open: &Open, round: Round) -> String {
                 if log.aggregators() == 0 { "none subscribed: start `gradwire aggregate`" } else { "do they run?" };
             format!("aggregators have not published {waiting} of {} shards; {hint}", open.shards())
         }
-        None => "its results have not arrived yet".to_owned(),
+        None => "its results have not arrived; a topic that is too small may have dropped them".to_owned(),
     }
 }
 
