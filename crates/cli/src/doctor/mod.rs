@@ -1,13 +1,16 @@
 //! `gradwire doctor`: what this machine offers to gradwire, and the remedy for what is missing.
 
+mod broker;
 mod network;
 mod place;
 mod system;
 
 use std::fmt;
 use std::io::{self, Write as _};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use gradwire_control::{BrokerAccess, Token};
 use serde::Serialize;
 
 use crate::args::BrokerChoice;
@@ -24,9 +27,21 @@ pub(crate) struct DoctorArgs {
     /// The job size to judge limits for; as many as there are cores, and at least 8, if not given.
     #[arg(long, short = 'n', value_parser = clap::value_parser!(u32).range(1..=i64::from(gradwire_proto::limits::WORLD_SIZE_MAX)))]
     ranks: Option<u32>,
-    /// Also see whether this broker answers.
-    #[arg(long, default_value = "embedded")]
+    /// Also try this broker: reaching it, TLS, the token, rights, sizes, and how long messages take.
+    #[arg(long, value_name = "URL", default_value = "embedded")]
     broker: BrokerChoice,
+    /// File with what to show to it; GRADWIRE_BROKER_TOKEN or GRADWIRE_BROKER_TOKEN_FILE if not given.
+    #[arg(long, value_name = "FILE")]
+    broker_token_file: Option<PathBuf>,
+    /// PEM file with the certificates to trust, for a broker with TLS.
+    #[arg(long, env = "GRADWIRE_BROKER_CA", value_name = "FILE")]
+    broker_ca: Option<PathBuf>,
+    /// What is tried is the topic of this name and `-doctor`: give TENANT/NAMESPACE/JOB where rights are limited.
+    #[arg(long, value_name = "PREFIX", default_value = "public/default/gradwire")]
+    topic_prefix: String,
+    /// The cluster's admin interface, to compare clocks with.
+    #[arg(long, value_name = "URL", value_parser = crate::pulsar::parse_url)]
+    admin: Option<String>,
 }
 
 /// How good a finding is.
@@ -100,8 +115,30 @@ fn examine(args: &DoctorArgs) -> Vec<Finding> {
     let ranks = args.ranks.unwrap_or_else(|| u32::try_from(cores).unwrap_or(u32::MAX).max(8));
     let mut findings = system::examine(cores, ranks);
     findings.extend(network::examine());
-    findings.extend(place::examine(&args.broker));
+    findings.extend(place::examine());
+    if let BrokerChoice::Url(url) = &args.broker {
+        findings.extend(examine_broker(args, url));
+    }
     findings
+}
+
+fn examine_broker(args: &DoctorArgs, url: &str) -> Vec<Finding> {
+    let access = match gradwire::env::access(url.to_owned(), &crate::job::variable) {
+        Ok(access) => access,
+        Err(fault) => return vec![Finding::fail("broker token", fault.detail, "give a file with a token")],
+    };
+    let access = BrokerAccess {
+        token: args.broker_token_file.clone().map(Token::File).or(access.token),
+        trust: args.broker_ca.clone().or(access.trust),
+        ..access
+    };
+    let target = broker::Target {
+        access,
+        topic_prefix: args.topic_prefix.clone(),
+        admin: args.admin.clone(),
+        admin_ca: args.broker_ca.clone(),
+    };
+    broker::examine(&target)
 }
 
 fn print(json: bool, findings: &[Finding]) -> io::Result<()> {
@@ -141,9 +178,21 @@ mod tests {
         assert_eq!(bytes(3 << 29), "1.5 GiB");
     }
 
+    fn args(broker: BrokerChoice) -> DoctorArgs {
+        DoctorArgs {
+            json: false,
+            ranks: None,
+            broker,
+            broker_token_file: None,
+            broker_ca: None,
+            topic_prefix: "public/default/gradwire".to_owned(),
+            admin: None,
+        }
+    }
+
     #[test]
     fn every_subject_is_found_once_and_every_complaint_has_a_remedy() {
-        let findings = examine(&DoctorArgs { json: false, ranks: None, broker: BrokerChoice::Embedded });
+        let findings = examine(&args(BrokerChoice::Embedded));
         let mut subjects: Vec<_> = findings.iter().map(|finding| finding.subject).collect();
         subjects.sort_unstable();
         subjects.dedup();
@@ -158,7 +207,7 @@ mod tests {
     #[test]
     fn a_broker_that_is_not_there_fails_and_is_named() {
         let url = "pulsar://127.0.0.1:1".to_owned();
-        let findings = examine(&DoctorArgs { json: false, ranks: None, broker: BrokerChoice::Url(url.clone()) });
+        let findings = examine(&args(BrokerChoice::Url(url.clone())));
         assert!(findings.iter().any(|finding| finding.level == Level::Fail && finding.fact.contains(&url)));
     }
 }

@@ -9,23 +9,19 @@ use std::time::Duration;
 use gradwire_transport::establish::{ListenConfig, Listeners};
 
 use super::Finding;
-use crate::args::BrokerChoice;
 use crate::broker::RunningBroker;
 
 /// How long a broker may take to accept.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
 
-pub(super) fn examine(choice: &BrokerChoice) -> Vec<Finding> {
-    let mut findings = vec![advertised(), embedded_broker()];
-    if let BrokerChoice::Url(url) = choice {
-        findings.push(broker(url));
-    }
-    findings.extend([
+pub(super) fn examine() -> Vec<Finding> {
+    vec![
+        advertised(),
+        embedded_broker(),
         launcher(),
         tool("ssh", "needed for hosts by -H"),
         tool("mpirun", "not needed: gradwire launch does the same"),
-    ]);
-    findings
+    ]
 }
 
 fn advertised() -> Finding {
@@ -52,18 +48,6 @@ fn embedded_broker() -> Finding {
             Ok(()) => Finding::ok(SUBJECT, "starts and answers"),
             Err(error) => Finding::fail(SUBJECT, error, remedy),
         },
-    }
-}
-
-fn broker(url: &str) -> Finding {
-    const SUBJECT: &str = "broker";
-    match reach(url) {
-        Ok(()) => Finding::ok(SUBJECT, format!("{url} accepts connections")),
-        Err(error) => Finding::fail(
-            SUBJECT,
-            format!("{url}: {error}"),
-            "see that it runs, that its name and port are right, and that no firewall is between",
-        ),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use ureq::http::{Method, Request, Response, StatusCode, header};
@@ -238,8 +238,36 @@ fn authorities(path: &Path) -> Result<RootCerts, String> {
     Ok(RootCerts::Specific(Arc::new(found)))
 }
 
+/// How the clock of a cluster differs from ours.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    pub(crate) difference: Duration,
+    /// Whether theirs is ahead.
+    pub(crate) ahead: bool,
+    /// How far the difference may be wrong: HTTP tells whole seconds, and the answer was on its way.
+    pub(crate) error: Duration,
+}
+
+/// Compares clocks by the Date of an answer, whatever the answer is.
+pub(crate) fn clock_difference(url: &str, token: Option<String>, ca: Option<&Path>) -> Result<Clock, String> {
+    let admin = Admin::new(url, token, ca)?;
+    let before = SystemTime::now();
+    let response = admin.send(&Method::GET, &format!("{url}/admin/v2/clusters"), None).map_err(|e| e.to_string())?;
+    let took = before.elapsed().unwrap_or_default();
+    let told = response.headers().get(header::DATE).and_then(|date| date.to_str().ok()).unwrap_or_default();
+    let theirs =
+        httpdate::parse_http_date(told).map_err(|_| format!("{url} answers {} without a date", response.status()))?;
+    // On average the seconds that it tells are half a second old.
+    let (theirs, ours) = (theirs + Duration::from_millis(500), before + took / 2);
+    let error = took / 2 + Duration::from_millis(500);
+    Ok(match theirs.duration_since(ours) {
+        Ok(difference) => Clock { difference, ahead: true, error },
+        Err(behind) => Clock { difference: behind.duration(), ahead: false, error },
+    })
+}
+
 /// Checks a URL of `--admin`, and takes away what need not be there.
-pub(super) fn parse_url(text: &str) -> Result<String, String> {
+pub(crate) fn parse_url(text: &str) -> Result<String, String> {
     if text.starts_with("pulsar://") || text.starts_with("pulsar+ssl://") {
         return Err("that is the URL of the brokers; the admin interface is http:// or https://, and at another port \
                     (8080 or 8443 if nothing else is configured)"

@@ -11,12 +11,14 @@ use std::process::ExitCode;
 
 use comfy_table::Table;
 use comfy_table::presets::UTF8_FULL_CONDENSED;
-use gradwire_control::JobName;
+use gradwire_control::{JobName, Token};
 
 use admin::Admin;
+pub(crate) use admin::{clock_difference, parse_url};
+pub(crate) use plan::DOCTOR;
 use plan::{Namespace, Plan};
 use setup::Row;
-pub(crate) use token::read_token;
+pub(crate) use token::expiry_in_words;
 
 /// Prepare an Apache Pulsar cluster for jobs.
 #[derive(Debug, clap::Args)]
@@ -41,10 +43,12 @@ enum PulsarCommand {
 #[command(after_long_help = "\
 Example:
   gradwire pulsar setup --admin https://pulsar.example:8443 --token-file admin.token \\
-      --tenant ml --namespace training --job resnet --role trainer")]
+      --tenant ml --job resnet --role trainer
+and for the ranks:
+  export GRADWIRE_BROKER=pulsar+ssl://pulsar.example:6651 GRADWIRE_BROKER_TOKEN_FILE=trainer.token GRADWIRE_TENANT=ml")]
 pub(crate) struct SetupArgs {
     /// The cluster's admin interface (the web service of a broker or proxy), such as http://pulsar.example:8080.
-    #[arg(long, value_name = "URL", value_parser = admin::parse_url)]
+    #[arg(long, value_name = "URL", value_parser = parse_url)]
     admin: String,
     /// A file with the token to show there.
     #[arg(long, value_name = "FILE")]
@@ -53,13 +57,13 @@ pub(crate) struct SetupArgs {
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
     /// The tenant of the job's topics.
-    #[arg(long, value_parser = plan::parse_entity)]
+    #[arg(long, env = "GRADWIRE_TENANT", default_value = "public", value_parser = plan::parse_entity)]
     tenant: String,
-    /// The namespace of the job's topics, in the tenant.
-    #[arg(long, value_parser = plan::parse_entity)]
+    /// The namespace of the job's topics, in the tenant: `JOB.VERSION` for jobs with a model version.
+    #[arg(long, default_value = "default", value_parser = plan::parse_entity)]
     namespace: String,
     /// The job's name, as in `gradwire launch --job`.
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", value_parser = parse_job)]
     job: JobName,
     /// A role (the subject of a token) that may produce and consume on the job's topics; may be repeated.
     #[arg(long = "role", value_name = "ROLE")]
@@ -91,7 +95,8 @@ pub(crate) fn run(args: &PulsarArgs) -> ExitCode {
 }
 
 fn set_up(args: &SetupArgs) -> Result<(), String> {
-    let token = args.token_file.as_deref().map(read_token).transpose()?;
+    let token =
+        args.token_file.clone().map(|path| Token::File(path).read()).transpose().map_err(|fault| fault.detail)?;
     let admin = Admin::new(&args.admin, token, args.ca.as_deref())?;
     let plan = Plan::new(
         Namespace { tenant: args.tenant.clone(), namespace: args.namespace.clone() },
@@ -104,6 +109,10 @@ fn set_up(args: &SetupArgs) -> Result<(), String> {
     // What was done before something failed was done.
     print(&rows).map_err(|error| format!("cannot print: {error}"))?;
     outcome.map_err(|error| error.to_string())
+}
+
+fn parse_job(text: &str) -> Result<JobName, String> {
+    JobName::new(text).map_err(|fault| fault.detail)
 }
 
 fn print(rows: &[Row]) -> io::Result<()> {

@@ -1,19 +1,17 @@
 //! What a job needs at a Pulsar cluster: names, policies and rights, and why each is wanted. No IO.
 
-use gradwire_control::JobName;
+use gradwire_control::{JobName, Topic};
 use serde_json::{Value, json};
 
-/// The kinds of a job's topics, as the ends of their names.
-const TOPICS: [&str; 8] = ["control", "snapshots", "versions", "retransmit", "updates", "results", "rounds", "audit"];
-/// Logs that are read from their first record on, however long the job runs.
-const WHOLE_LOGS: [&str; 2] = ["control", "audit"];
-/// Topics of work that is done or too late.
-const WORK: [&str; 2] = ["retransmit", "updates"];
 /// From how many bytes of backlog on a log its producers get an error, rather than its consumers a gap.
 const LOG_BACKLOG_BYTES: u64 = 1 << 30;
-/// After how many new bytes version records are compacted.
+/// After how many new bytes a topic with one record for each key is compacted.
 const COMPACTION_BYTES: u64 = 16 << 20;
+/// Taken only where idle topics do go.
 const INACTIVE_S: u32 = 60;
+
+/// The end of the name of the topic that `gradwire doctor` tries.
+pub(crate) const DOCTOR: &str = "doctor";
 
 /// How long and how much things are kept.
 pub(super) struct Limits {
@@ -63,7 +61,7 @@ impl Setting {
 }
 
 /// One topic.
-pub(super) struct Topic {
+pub(super) struct PlannedTopic {
     pub(super) name: String,
     pub(super) settings: Vec<Setting>,
 }
@@ -72,7 +70,7 @@ pub(super) struct Topic {
 pub(super) struct Plan {
     pub(super) namespace: Namespace,
     pub(super) policies: Vec<Setting>,
-    pub(super) topics: Vec<Topic>,
+    pub(super) topics: Vec<PlannedTopic>,
     /// They may produce and consume on each topic, and nothing else.
     pub(super) roles: Vec<String>,
 }
@@ -83,9 +81,11 @@ pub(super) const RIGHTS: [&str; 2] = ["produce", "consume"];
 impl Plan {
     /// For a job.
     pub(super) fn new(namespace: Namespace, job: &JobName, roles: &[String], limits: &Limits) -> Self {
-        let topics =
-            TOPICS.iter().map(|kind| Topic { name: format!("{job}-{kind}"), settings: of_topic(kind, limits) });
-        Self { namespace, policies: of_namespace(limits), topics: topics.collect(), roles: roles.to_vec() }
+        let name = |kind: &str| format!("{job}-{kind}");
+        let planned = |kind: &Topic| PlannedTopic { name: name(kind.suffix()), settings: of_topic(*kind, limits) };
+        let mut topics: Vec<_> = Topic::ALL.iter().map(planned).collect();
+        topics.push(PlannedTopic { name: name(DOCTOR), settings: of_work(limits) });
+        Self { namespace, policies: of_namespace(limits), topics, roles: roles.to_vec() }
     }
 }
 
@@ -120,46 +120,58 @@ fn of_namespace(limits: &Limits) -> Vec<Setting> {
     ]
 }
 
-fn of_topic(kind: &str, limits: &Limits) -> Vec<Setting> {
-    let retention = |shown: &str, minutes: i64, megabytes: i64| Setting {
+fn of_topic(kind: Topic, limits: &Limits) -> Vec<Setting> {
+    match kind {
+        // Read from their first record on, however long the job runs. Retention first: a quota has to be below it.
+        Topic::Control | Topic::Rounds | Topic::Audit => vec![retention("everything", -1, -1), backlog_quota()],
+        Topic::Snapshots | Topic::Versions => vec![compaction()],
+        Topic::Retransmit | Topic::Updates => of_work(limits),
+        // Read without a subscription that would hold them.
+        Topic::Copies => {
+            let minutes = limits.ttl_s.div_ceil(60);
+            vec![retention(&format!("{minutes} minutes"), minutes.into(), -1)]
+        }
+        Topic::Results => Vec::new(),
+    }
+}
+
+/// Of topics whose messages are done with, or too late.
+fn of_work(limits: &Limits) -> Vec<Setting> {
+    let ttl = Setting {
+        what: "time to live",
+        shown: format!("{} s", limits.ttl_s),
+        pointer: "",
+        wanted: json!(limits.ttl_s),
+        read: "messageTTL",
+        set: format!("messageTTL?messageTTL={}", limits.ttl_s),
+        body: None,
+    };
+    vec![retention("until acknowledged", 0, 0), ttl]
+}
+
+fn retention(shown: &str, minutes: i64, megabytes: i64) -> Setting {
+    let wanted = json!({ "retentionTimeInMinutes": minutes, "retentionSizeInMB": megabytes });
+    Setting {
         what: "retention",
         shown: shown.to_owned(),
         pointer: "",
-        wanted: json!({ "retentionTimeInMinutes": minutes, "retentionSizeInMB": megabytes }),
+        body: Some(wanted.clone()),
+        wanted,
         read: "retention",
         set: "retention".to_owned(),
-        body: Some(json!({ "retentionTimeInMinutes": minutes, "retentionSizeInMB": megabytes })),
-    };
-    let mut settings = Vec::new();
-    if WHOLE_LOGS.contains(&kind) {
-        // Before the quota: a quota has to be below what is retained.
-        settings.push(retention("everything", -1, -1));
-        settings.push(backlog_quota());
     }
-    if WORK.contains(&kind) {
-        settings.push(retention("until acknowledged", 0, 0));
-        settings.push(Setting {
-            what: "time to live",
-            shown: format!("{} s", limits.ttl_s),
-            pointer: "",
-            wanted: json!(limits.ttl_s),
-            read: "messageTTL",
-            set: format!("messageTTL?messageTTL={}", limits.ttl_s),
-            body: None,
-        });
+}
+
+fn compaction() -> Setting {
+    Setting {
+        what: "compaction",
+        shown: format!("after {} MiB", COMPACTION_BYTES >> 20),
+        pointer: "",
+        wanted: json!(COMPACTION_BYTES),
+        read: "compactionThreshold",
+        set: "compactionThreshold".to_owned(),
+        body: Some(json!(COMPACTION_BYTES)),
     }
-    if kind == "versions" {
-        settings.push(Setting {
-            what: "compaction",
-            shown: format!("after {} MiB", COMPACTION_BYTES >> 20),
-            pointer: "",
-            wanted: json!(COMPACTION_BYTES),
-            read: "compactionThreshold",
-            set: "compactionThreshold".to_owned(),
-            body: Some(json!(COMPACTION_BYTES)),
-        });
-    }
-    settings
 }
 
 fn backlog_quota() -> Setting {
@@ -201,9 +213,9 @@ mod tests {
     }
 
     #[test]
-    fn a_job_has_eight_topics_and_each_setting_knows_itself() {
+    fn a_job_has_its_topics_and_each_setting_knows_itself() {
         let plan = plan();
-        assert_eq!(plan.topics.len(), 8);
+        assert_eq!(plan.topics.len(), Topic::ALL.len() + 1);
         assert!(plan.topics.iter().all(|topic| topic.name.starts_with("job-")));
         for setting in plan.topics.iter().flat_map(|topic| &topic.settings).chain(&plan.policies) {
             assert!(!setting.is_in(&Value::Null), "{}", setting.what);

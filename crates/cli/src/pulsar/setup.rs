@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use ureq::http::{Method, StatusCode};
 
 use super::admin::{Admin, AdminError};
-use super::plan::{Namespace, Plan, RIGHTS, Setting, Topic, encoded};
+use super::plan::{Namespace, Plan, PlannedTopic, RIGHTS, Setting, encoded};
 
 /// What became of one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ impl Setup<'_> {
         Ok(topics)
     }
 
-    fn topic(&mut self, plan: &Plan, topic: &Topic, existing: &[String]) -> Result<bool, AdminError> {
+    fn topic(&mut self, plan: &Plan, topic: &PlannedTopic, existing: &[String]) -> Result<bool, AdminError> {
         let path = topic_path(plan, topic);
         let full = format!("persistent://{}/{}", plan.namespace.path(), topic.name);
         if existing.contains(&format!("{full}{PARTITIONED}")) {
@@ -145,7 +145,7 @@ impl Setup<'_> {
         self.create(format!("topic {}", topic.name), String::new(), existing.contains(&full), &path, None)
     }
 
-    fn topic_settings(&mut self, plan: &Plan, topic: &Topic, there: bool) -> Result<(), AdminError> {
+    fn topic_settings(&mut self, plan: &Plan, topic: &PlannedTopic, there: bool) -> Result<(), AdminError> {
         let path = topic_path(plan, topic);
         for setting in &topic.settings {
             let found = match there {
@@ -160,7 +160,7 @@ impl Setup<'_> {
         Ok(())
     }
 
-    fn rights(&mut self, plan: &Plan, topic: &Topic, there: bool) -> Result<(), AdminError> {
+    fn rights(&mut self, plan: &Plan, topic: &PlannedTopic, there: bool) -> Result<(), AdminError> {
         if plan.roles.is_empty() {
             return Ok(());
         }
@@ -233,7 +233,7 @@ impl Setup<'_> {
 /// Marks the names of partitioned topics in the list of existing ones. No topic's name has a blank.
 const PARTITIONED: &str = " partitioned";
 
-fn topic_path(plan: &Plan, topic: &Topic) -> String {
+fn topic_path(plan: &Plan, topic: &PlannedTopic) -> String {
     format!("persistent/{}/{}", plan.namespace.path(), topic.name)
 }
 

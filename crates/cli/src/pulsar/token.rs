@@ -1,34 +1,9 @@
-//! Tokens: read from files, and what they say about themselves.
+//! What tokens say about themselves.
 
-use std::fs;
-use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-
-/// Longest token that is read from a file.
-const TOKEN_BYTES_MAX: u64 = 16 << 10;
-
-/// Reads a token.
-pub(crate) fn read_token(path: &Path) -> Result<String, String> {
-    let shown = path.display();
-    let fail = |error: std::io::Error| format!("cannot read the token from {shown}: {error}");
-    let invalid = || format!("{shown} does not hold a token: one word of at most {TOKEN_BYTES_MAX} bytes");
-    // A file that is not one (a pipe, a device) says a size of 0, and is read no further than the limit.
-    if fs::metadata(path).map_err(fail)?.len() > TOKEN_BYTES_MAX {
-        return Err(invalid());
-    }
-    let text = fs::read_to_string(path).map_err(fail)?;
-    let token = text.trim();
-    if token.is_empty()
-        || token.len() as u64 > TOKEN_BYTES_MAX
-        || token.chars().any(|c| c.is_whitespace() || c.is_control())
-    {
-        return Err(invalid());
-    }
-    Ok(token.to_owned())
-}
 
 /// When a token expired or will expire, if it is a JSON web token that says so.
 ///
@@ -56,19 +31,6 @@ fn in_words(time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_token_is_one_word() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("token");
-        fs::write(&path, "  abc\n").unwrap();
-        assert_eq!(read_token(&path), Ok("abc".to_owned()));
-        for bad in ["", "\n", "a b", "a\nb", &"x".repeat(TOKEN_BYTES_MAX as usize + 1)] {
-            fs::write(&path, bad).unwrap();
-            assert!(read_token(&path).unwrap_err().contains("does not hold a token"), "{bad}");
-        }
-        assert!(read_token(Path::new("/nonexistent/token")).unwrap_err().contains("/nonexistent/token"));
-    }
 
     #[test]
     fn tokens_say_when_they_expire() {

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-
-use super::brokers::standalone_program;
 
 /// Runs for as long as this lives. Ends with this process, however that ends: a command beside it waits for the end
 /// of its input, which is a pipe of ours.
@@ -16,7 +15,7 @@ pub struct Standalone {
 impl Standalone {
     /// Starts one, with options of `ci/pulsar/standalone run`.
     pub fn run(options: &[&str]) -> Self {
-        let mut runner = Command::new(standalone_program())
+        let mut runner = Command::new(program())
             .arg("run")
             .args(options)
             .args(["--", "sh", "-c", "env; echo; exec cat"])
@@ -39,6 +38,14 @@ impl Standalone {
         self.variables.get(name).cloned()
     }
 
+    /// A token for a role, of a broker that was started with `--auth`.
+    pub fn token(&self, role: &str, options: &[&str]) -> String {
+        let data = self.variable("PULSAR_DATA").expect("a directory");
+        let token = Command::new(program()).args(["token", &data, role]).args(options).output().expect("it runs");
+        assert!(token.status.success(), "{}", String::from_utf8_lossy(&token.stderr));
+        String::from_utf8(token.stdout).expect("text").trim().to_owned()
+    }
+
     pub fn kill(&self) {
         self.ask("kill");
     }
@@ -49,7 +56,7 @@ impl Standalone {
 
     fn ask(&self, what: &str) {
         let data = self.variable("PULSAR_DATA").expect("a directory");
-        let status = Command::new(standalone_program()).args([what, &data]).status().expect("it runs");
+        let status = Command::new(program()).args([what, &data]).status().expect("it runs");
         assert!(status.success(), "Apache Pulsar cannot be asked to {what}: see above");
     }
 }
@@ -59,4 +66,8 @@ impl Drop for Standalone {
         drop(self.runner.stdin.take());
         let _ = self.runner.wait();
     }
+}
+
+fn program() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../ci/pulsar/standalone")
 }

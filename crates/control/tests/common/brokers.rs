@@ -3,8 +3,6 @@
 //! A test that only uses a broker takes [`test_broker`]. One that ends it, or needs it to ask for tokens, takes one of
 //! its own: of the same kind, so that it holds for both.
 
-use std::path::PathBuf;
-
 use gradwire_control::{BrokerConfig, EmbeddedBroker, broker_token};
 use gradwire_proto::Secret;
 
@@ -22,7 +20,7 @@ enum Process {
     /// Somebody else's, shared with other tests.
     Given,
     Embedded {
-        config: BrokerConfig,
+        config: Box<BrokerConfig>,
         running: Option<EmbeddedBroker>,
     },
     Apache(Standalone),
@@ -79,7 +77,7 @@ impl TestBroker {
         match &mut self.process {
             Process::Given => panic!("other tests use this broker: take own_broker()"),
             Process::Embedded { config, running } => {
-                *running = Some(eventually("the port", || EmbeddedBroker::start(config.clone()).ok()));
+                *running = Some(eventually("the port", || EmbeddedBroker::start((**config).clone()).ok()));
             }
             Process::Apache(standalone) => standalone.start(),
         }
@@ -93,16 +91,11 @@ fn given_url() -> Option<String> {
 fn embedded(config: BrokerConfig) -> TestBroker {
     let running = EmbeddedBroker::start(config.clone()).expect("a free port");
     let url = running.url().to_owned();
-    let config = BrokerConfig { listen: running.address(), ..config };
+    let config = Box::new(BrokerConfig { listen: running.address(), ..config });
     TestBroker { url, token: None, process: Process::Embedded { config, running: Some(running) } }
 }
 
 fn apache(standalone: Standalone) -> TestBroker {
     let (url, token) = (standalone.variable("PULSAR_URL").expect("a URL"), standalone.variable("PULSAR_TOKEN"));
     TestBroker { url, token, process: Process::Apache(standalone) }
-}
-
-/// Where the program is that runs Apache Pulsar.
-pub fn standalone_program() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../ci/pulsar/standalone")
 }
