@@ -131,9 +131,9 @@ fn replay_by_frames(url: &str, topic: &str) -> std::io::Result<Duration> {
     let mut stream = BufReader::with_capacity(1 << 20, TcpStream::connect(address)?);
     let connect =
         CommandConnect { client_version: "measure".to_owned(), protocol_version: Some(12), ..Default::default() };
-    say(&mut stream, BaseCommand { connect: Some(connect), ..command(Type::Connect) })?;
+    ask(&mut stream, BaseCommand { connect: Some(connect), ..command(Type::Connect) })?;
     let lookup = CommandLookupTopic { topic: topic.to_owned(), request_id: 1, ..Default::default() };
-    say(&mut stream, BaseCommand { lookup_topic: Some(lookup), ..command(Type::Lookup) })?;
+    ask(&mut stream, BaseCommand { lookup_topic: Some(lookup), ..command(Type::Lookup) })?;
     let subscribe = CommandSubscribe {
         topic: topic.to_owned(),
         subscription: "frames".to_owned(),
@@ -143,15 +143,12 @@ fn replay_by_frames(url: &str, topic: &str) -> std::io::Result<Duration> {
         initial_position: Some(1),
         ..Default::default()
     };
-    say(&mut stream, BaseCommand { subscribe: Some(subscribe), ..command(Type::Subscribe) })?;
+    ask(&mut stream, BaseCommand { subscribe: Some(subscribe), ..command(Type::Subscribe) })?;
     let flow = CommandFlow { consumer_id: 1, message_permits: RECORDS as u32 };
     say(&mut stream, BaseCommand { flow: Some(flow), ..command(Type::Flow) })?;
     let (mut records, mut frame) = (0, Vec::new());
     while records < RECORDS {
-        let mut total = [0; 4];
-        stream.read_exact(&mut total)?;
-        frame.resize(u32::from_be_bytes(total) as usize, 0);
-        stream.read_exact(&mut frame)?;
+        hear(&mut stream, &mut frame)?;
         // Behind the command's size comes its type: the number of its field, and 9 for MESSAGE.
         records += usize::from(frame.get(4..6) == Some(&[8, 9]));
     }
@@ -162,11 +159,25 @@ fn command(kind: Type) -> BaseCommand {
     BaseCommand { r#type: kind as i32, ..Default::default() }
 }
 
+/// Sends a command and waits for its answer.
+fn ask(stream: &mut BufReader<TcpStream>, command: BaseCommand) -> std::io::Result<()> {
+    say(stream, command)?;
+    hear(stream, &mut Vec::new())
+}
+
 fn say(stream: &mut BufReader<TcpStream>, command: BaseCommand) -> std::io::Result<()> {
     let mut frame = BytesMut::new();
     let message = pulsar::message::Message { command, payload: None };
     Codec.encode(message, &mut frame).map_err(std::io::Error::other)?;
     stream.get_mut().write_all(&frame)
+}
+
+/// Reads one frame.
+fn hear(stream: &mut BufReader<TcpStream>, frame: &mut Vec<u8>) -> std::io::Result<()> {
+    let mut total = [0; 4];
+    stream.read_exact(&mut total)?;
+    frame.resize(u32::from_be_bytes(total) as usize, 0);
+    stream.read_exact(frame)
 }
 
 async fn fill(mut producer: Producer<TokioExecutor>, messages: usize, bytes: usize) -> Result<(), Error> {
