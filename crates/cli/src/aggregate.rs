@@ -85,7 +85,7 @@ fn aggregate(args: &AggregateArgs) -> Result<(), Fault> {
     let config = args.config()?;
     let (job, url) = (config.job.job.clone(), config.job.broker.url.clone());
     let aggregator = Aggregator::start(config)?;
-    let mut told = Told::default();
+    let mut told = None;
     let ended = loop {
         if let Some(ended) = aggregator.wait(LOOK) {
             break ended;
@@ -93,36 +93,18 @@ fn aggregate(args: &AggregateArgs) -> Result<(), Fault> {
         if stop.load(Ordering::Relaxed) {
             break Ok(());
         }
-        told.tell(&aggregator, job.as_str(), &url);
+        // Why there is no link, while there is none, the log says.
+        if aggregator.number() != told
+            && let Some(number) = aggregator.number()
+        {
+            eprintln!("gradwire: aggregator {number} of job '{job}' works at {url}");
+            told = Some(number);
+        }
     };
     let counters = aggregator.counters();
     let stopped = aggregator.stop();
     report(&counters)?;
     ended.and(stopped)
-}
-
-/// What was said on standard error.
-#[derive(Default)]
-struct Told {
-    number: Option<u32>,
-    unlinked: Option<String>,
-}
-
-impl Told {
-    fn tell(&mut self, aggregator: &Aggregator, job: &str, url: &str) {
-        let (number, unlinked) = (aggregator.number(), aggregator.unlinked());
-        if number != self.number
-            && let Some(number) = number
-        {
-            eprintln!("gradwire: aggregator {number} of job '{job}' works at {url}");
-        }
-        if unlinked != self.unlinked
-            && let Some(reason) = &unlinked
-        {
-            eprintln!("gradwire: the broker at {url} cannot be reached, trying again: {reason}");
-        }
-        (self.number, self.unlinked) = (number, unlinked);
-    }
 }
 
 fn report(counters: &AggregatorCounters) -> Result<(), Fault> {

@@ -37,8 +37,12 @@ impl Drop for Process {
 }
 
 fn broker() -> (Process, String) {
+    broker_at("127.0.0.1:0", &[])
+}
+
+fn broker_at(listen: &str, arguments: &[&str]) -> (Process, String) {
     let mut command = gradwire();
-    command.args(["broker", "--listen", "127.0.0.1:0", "--no-auth"]);
+    command.args(["broker", "--listen", listen, "--no-auth"]).args(arguments);
     let mut broker = Process(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
     let mut url = String::new();
     broker.output().read_line(&mut url).unwrap();
@@ -131,6 +135,38 @@ fn aggregators_that_are_killed_and_added_in_mid_round_lose_and_double_nothing() 
 }
 
 #[test]
+fn a_broker_that_is_killed_and_started_again_with_its_data_only_delays() {
+    let data = tempfile::tempdir().unwrap();
+    let arguments = ["--data-dir", data.path().to_str().unwrap()];
+    let (mut broker, url) = broker_at("127.0.0.1:0", &arguments);
+    let address = url.strip_prefix("pulsar://").unwrap().to_owned();
+    let mut contributors: Vec<Contributor> = (0..3).map(|number| join(&url, number, 3)).collect();
+    let _aggregators = [started(&url), started(&url)];
+    contribute(&mut contributors, 1);
+    assert_round(&mut contributors, 1);
+    for round in 2..=4 {
+        contribute(&mut contributors[..1], round);
+        // The others are in the middle of it when the broker dies.
+        let rest: Vec<_> = contributors
+            .drain(1..)
+            .map(|mut contributor| {
+                std::thread::spawn(move || {
+                    contribute(std::slice::from_mut(&mut contributor), round);
+                    contributor
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(5 * round));
+        broker.signal(Signal::KILL);
+        std::thread::sleep(Duration::from_millis(200));
+        (broker, _) = broker_at(&address, &arguments);
+        contributors.extend(rest.into_iter().map(|thread| thread.join().unwrap()));
+        assert_round(&mut contributors, round);
+    }
+    assert!(contributors[0].links_lost() > 0);
+}
+
+#[test]
 fn the_federated_demo_trains_to_the_bits_of_one_process() {
     for (ranks, aggregators, wire) in [("4", "2", "fp16"), ("3", "1", "fp32")] {
         let output = gradwire()
@@ -159,7 +195,7 @@ fn an_aggregator_that_lacks_something_says_what() {
     let mut waiting = Process(aggregator("pulsar://127.0.0.1:1", &[]).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(waiting.0.stderr.take().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.contains("cannot be reached"), "{line}");
+    assert!(line.contains("could not be opened"), "{line}");
     let since = Instant::now();
     assert_eq!(waiting.signal(Signal::TERM), Some(0));
     assert!(since.elapsed() < Duration::from_secs(10));

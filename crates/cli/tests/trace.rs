@@ -1,5 +1,7 @@
 //! `gradwire trace`: what a job left on its broker.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
 mod support;
 
 use std::process::{Command, Output};

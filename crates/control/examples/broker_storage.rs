@@ -45,10 +45,12 @@ fn main() -> Outcome<()> {
     let (after_stop, after_crash) = start(&runtime, &parent)?;
     println!(
         "{{\"message_bytes\":{MESSAGE_BYTES},{},\"start\":{{\"records\":{RECORDS},\"after_stop_ms\":{:.0},\
-         \"after_crash_ms\":{:.0}}}}}",
+         \"after_crash_ms\":{:.0},\"after_stop_cpu_ms\":{:.0},\"after_crash_cpu_ms\":{:.0}}}}}",
         results.join(","),
-        micros(after_stop) / 1e3,
-        micros(after_crash) / 1e3,
+        micros(after_stop.0) / 1e3,
+        micros(after_crash.0) / 1e3,
+        micros(after_stop.1) / 1e3,
+        micros(after_crash.1) / 1e3,
     );
     Ok(())
 }
@@ -102,8 +104,11 @@ async fn publish(mut producer: Producer<TokioExecutor>, messages: usize) -> Outc
     Ok(times)
 }
 
+/// How long something took, and how much of that on a processor.
+type Took = (Duration, Duration);
+
 /// How long a start takes, after a stop and after a crash.
-fn start(runtime: &tokio::runtime::Runtime, parent: &Path) -> Outcome<(Duration, Duration)> {
+fn start(runtime: &tokio::runtime::Runtime, parent: &Path) -> Outcome<(Took, Took)> {
     let (directory, crashed) = (parent.join("start"), parent.join("crashed"));
     let broker = EmbeddedBroker::start(config(Some(directory.clone()), false))?;
     runtime.block_on(async {
@@ -122,23 +127,28 @@ fn start(runtime: &tokio::runtime::Runtime, parent: &Path) -> Outcome<(Duration,
         }
         Outcome::Ok(())
     })?;
-    // Before the last checkpoint: what a crash would leave.
+    // Behind the last checkpoint, so that files do not change meanwhile: what a crash would leave.
+    std::thread::sleep(Duration::from_secs(5));
     std::fs::create_dir(&crashed)?;
     for entry in std::fs::read_dir(&directory)? {
         let entry = entry?;
-        // A journal file may be in the table, and gone, by now.
-        let _ = std::fs::copy(entry.path(), crashed.join(entry.file_name()));
+        std::fs::copy(entry.path(), crashed.join(entry.file_name()))?;
     }
     broker.stop();
     let timed = |directory: &Path| {
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), cpu_time()?);
         let broker = EmbeddedBroker::start(config(Some(directory.to_owned()), false))?;
-        let took = start.elapsed();
+        let took = (start.elapsed(), cpu_time()? - cpu);
         broker.stop();
         std::fs::remove_dir_all(directory)?;
         Outcome::Ok(took)
     };
     Ok((timed(&directory)?, timed(&crashed)?))
+}
+
+fn cpu_time() -> Outcome<Duration> {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Ok(Duration::new(time.tv_sec.try_into()?, time.tv_nsec.try_into()?))
 }
 
 fn micros(time: Duration) -> f64 {

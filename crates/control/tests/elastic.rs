@@ -105,13 +105,11 @@ fn messages(url: &str, topic: &str) -> Vec<Vec<u8>> {
         let mut reader: pulsar::reader::Reader<Vec<u8>, _> = build.into_reader().await.unwrap();
         let last = reader.get_last_message_id().await.unwrap();
         let mut messages = Vec::new();
-        while last.entry_id != u64::MAX {
+        let mut done = last.entry_id == u64::MAX;
+        while !done {
             let message = reader.next().await.unwrap().unwrap();
-            let done = message.message_id().entry_id >= last.entry_id;
+            done = message.message_id().entry_id >= last.entry_id;
             messages.push(message.payload.data);
-            if done {
-                break;
-            }
         }
         messages
     })

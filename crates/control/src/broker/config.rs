@@ -53,7 +53,7 @@ pub struct BrokerConfig {
 impl BrokerConfig {
     /// The defaults, for a broker that listens at `listen`: 5 MiB per message, 64 MiB per topic, 512 MiB in all; topics
     /// whose names end with `-versions` or `-snapshots` are compacted, and the former drop their oldest when that is
-    /// not enough.
+    /// not enough, as do those that end with `-results`.
     #[must_use]
     pub fn new(listen: SocketAddr) -> Self {
         Self {
@@ -70,6 +70,8 @@ impl BrokerConfig {
             policies: vec![
                 TopicPolicy { compact: true, drop_oldest: true, ..TopicPolicy::for_suffix("-versions") },
                 TopicPolicy { compact: true, ..TopicPolicy::for_suffix("-snapshots") },
+                // Results of the federated mode are read as they come, and by nobody's durable subscription.
+                TopicPolicy { drop_oldest: true, ..TopicPolicy::for_suffix("-results") },
             ],
             unacked_per_consumer_max: 50_000,
             unacked_per_subscription_max: 200_000,

@@ -2,6 +2,7 @@
 //! stop.
 
 mod hold;
+mod link;
 mod publish;
 mod worker;
 

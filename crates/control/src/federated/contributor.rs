@@ -231,14 +231,16 @@ impl Contributor {
         deadline: Duration,
         late: impl Fn(&Self) -> String,
     ) -> Result<T, Fault> {
-        if self.orders.try_send(order).is_err() {
-            return Err(self.shared.ended().unwrap_or_else(|| Fault::new(FaultKind::Closed, "the contributor ended")));
+        if let Err(refused) = self.orders.try_send(order) {
+            return Err(match refused {
+                // Orders that nobody waits for any more are taken back once there is a link again.
+                mpsc::error::TrySendError::Full(_) => Fault::new(FaultKind::BrokerUnreachable, late(self)),
+                mpsc::error::TrySendError::Closed(_) => self.shared.closed(),
+            });
         }
         match answer.recv_timeout(deadline) {
             Ok(result) => result,
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(self.shared.ended().unwrap_or_else(|| Fault::new(FaultKind::Closed, "the contributor ended")))
-            }
+            Err(RecvTimeoutError::Disconnected) => Err(self.shared.closed()),
             Err(RecvTimeoutError::Timeout) => {
                 let _ = self.orders.try_send(Order::GiveUp);
                 Err(Fault::new(FaultKind::DeadlineExceeded, late(self)).step(Step(self.shared.current().0)))
@@ -264,6 +266,10 @@ impl Shared {
 
     fn ended(&self) -> Option<Fault> {
         lock(&self.ended).clone()
+    }
+
+    fn closed(&self) -> Fault {
+        self.ended().unwrap_or_else(|| Fault::new(FaultKind::Closed, "the contributor has ended"))
     }
 
     /// For messages: why there is no link, if there is none.
@@ -306,7 +312,7 @@ fn missing(log: &Log, open: &Open, round: Round) -> String {
                 if log.aggregators() == 0 { "none subscribed: start `gradwire aggregate`" } else { "do they run?" };
             format!("aggregators have not published {waiting} of {} shards; {hint}", open.shards())
         }
-        None => "its results have not arrived yet".to_owned(),
+        None => "its results have not arrived; a topic that is too small may have dropped them".to_owned(),
     }
 }
 

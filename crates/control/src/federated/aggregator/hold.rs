@@ -247,27 +247,39 @@ impl Hold {
                 shard.working = None;
                 shard.stall = STALL_MIN;
             }
-            let settled: Vec<_> = shard
-                .parts
-                .iter()
-                .filter_map(|((entry, id), part)| {
-                    let standing = log.standing(*entry, *id, number);
-                    let wrong = log.crc(*entry, number).is_some_and(|crc| crc != part.header.crc);
-                    let settled = matches!(standing, Standing::Done | Standing::Never);
-                    (settled || wrong).then_some((*entry, *id, standing, wrong))
-                })
-                .collect();
-            for (entry, id, standing, wrong) in settled {
-                if standing == Standing::Never {
-                    self.discard(log, entry, id);
-                } else if wrong && standing != Standing::Done {
-                    self.reject(entry, "data of another checksum than it announced");
-                }
-                let dropped = self.drop_part(number, (entry, id));
-                self.acks.extend(dropped);
-            }
+            let parts: Vec<_> = shard.parts.keys().copied().collect();
+            self.review_parts(log, number, parts);
         }
         self.make_use_of_room(log);
+    }
+
+    /// The log has heard of a contribution: what is held of it, and of other attempts, may be settled.
+    pub(super) fn review_entry(&mut self, log: &Log, entry: Entry) {
+        for number in self.numbers() {
+            let Some(shard) = self.shards.get(&number) else { continue };
+            let of_entry = shard.parts.range((entry, [0; 16])..=(entry, [u8::MAX; 16]));
+            let parts: Vec<_> = of_entry.map(|(key, _)| *key).collect();
+            self.review_parts(log, number, parts);
+        }
+    }
+
+    fn review_parts(&mut self, log: &Log, number: u32, parts: Vec<(Entry, ContributionId)>) {
+        for (entry, id) in parts {
+            let part = self.shards.get(&number).and_then(|shard| shard.parts.get(&(entry, id)));
+            let Some(crc) = part.map(|part| part.header.crc) else { continue };
+            match log.standing(entry, id, number) {
+                Standing::Done => {}
+                Standing::Never => self.discard(log, entry, id),
+                Standing::Needed | Standing::Waiting if log.crc(entry, number).is_none_or(|known| known == crc) => {
+                    continue;
+                }
+                Standing::Needed | Standing::Waiting => {
+                    self.reject(entry, "data of another checksum than it announced");
+                }
+            }
+            let dropped = self.drop_part(number, (entry, id));
+            self.acks.extend(dropped);
+        }
     }
 
     /// Another aggregator has subscribed: some of what is held may be its own now. Everything that is not being worked on

@@ -41,10 +41,13 @@ pub(super) struct Publishing {
     ready: VecDeque<Ready>,
     reducing: FuturesUnordered<BoxFuture<'static, Result<Reduced, Fault>>>,
     sending: VecDeque<Sending>,
-    receipts: FuturesOrdered<BoxFuture<'static, Result<(usize, Option<Position>), LinkError>>>,
+    receipts: FuturesOrdered<BoxFuture<'static, PieceReceipt>>,
     bytes_in_flight: usize,
     piece_bytes: usize,
 }
+
+/// How many bytes a piece had, and where it is.
+type PieceReceipt = Result<(usize, Option<Position>), LinkError>;
 
 /// A shard's sum, not yet sent.
 #[derive(Debug)]

@@ -8,28 +8,24 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::StreamExt;
-use futures::future::BoxFuture;
-use futures::stream::FuturesOrdered;
 use gradwire_proto::rounds::{Body, Change, ContributionId, Entry, LatePolicy, Log, Open};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Round, Step, UnitIndex};
 use pulsar::consumer::Message as Received;
 use pulsar::producer::Message;
-use pulsar::reader::Reader;
-use pulsar::{Consumer, Producer, TokioExecutor};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::hold::{Event, Hold};
+use super::link::{Link, Receipts, read_update};
 use super::publish::{Author, Progress, Publishing};
 use super::{AggregatorConfig, FAREWELL_MAX, Shared};
-use crate::federated::bulk::Update;
 pub(super) use crate::federated::follow::Lost;
 use crate::federated::follow::{Applied, Follower, lock};
 use crate::federated::{OPEN_MAX, check_agreed, secret_mismatch};
 use crate::job::Topic;
 use crate::link::{Client, LinkError, receipt, send, unique_name};
 use crate::outbox::{Item, Outbox, Publisher, outbox};
-use crate::record::{AuditKind, AuditRecord, RECORD_VERSION, VersionRecord};
+use crate::record::{AuditKind, AuditRecord, VersionRecord};
 use crate::supervise::supervise;
 use crate::worker::random_id;
 
@@ -61,27 +57,6 @@ pub(super) struct Worker {
     /// Rejected messages that were not told yet: how many, why the last one, since when.
     rejected: Option<(u64, String, Instant)>,
 }
-
-/// What is open at the broker.
-struct Link {
-    log: Reader<Vec<u8>, TokioExecutor>,
-    updates: Consumer<Vec<u8>, TokioExecutor>,
-    topic: String,
-    results: Producer<TokioExecutor>,
-    rounds: Producer<TokioExecutor>,
-    versions: Producer<TokioExecutor>,
-    audit: Producer<TokioExecutor>,
-    hold: Hold,
-    publishing: Publishing,
-    receipts: Receipts,
-    published: Receipts,
-    author: Author,
-    hand_back_at: Option<Instant>,
-    /// The round for which a Close was proposed over this link.
-    proposed: Option<Round>,
-}
-
-type Receipts = FuturesOrdered<BoxFuture<'static, Result<(), LinkError>>>;
 
 /// Why [`Worker::attempt`] ended well.
 struct Stopped;
@@ -362,13 +337,14 @@ impl Worker {
         let now = Instant::now();
         let log = self.follower.log();
         match applied.change {
-            Change::Contributed(_) | Change::Repeated(_) if log.closed().is_none() => {
+            Change::Contributed(entry) | Change::Repeated(entry) => {
                 if self.begun.is_none_or(|(round, _)| round < log.round()) && log.arrived().next().is_some() {
                     self.begun = Some((log.round(), now));
                 }
-                link.hold.review(&log, None);
+                link.hold.review_entry(&log, entry);
             }
-            Change::Closed | Change::Contributed(_) | Change::Repeated(_) | Change::Late(_) => {
+            Change::Late(entry) => link.hold.review_entry(&log, entry),
+            Change::Closed => {
                 link.hold.review(&log, None);
                 for shard in link.hold.numbers() {
                     if let Some(ready) = link.hold.ready(&log, shard) {
@@ -512,46 +488,6 @@ impl Worker {
             tracing::warn!("a version or audit record was dropped: too many wait for the broker");
         }
     }
-}
-
-impl Link {
-    /// Writes a record to the log. Its receipt comes later; without one the link is lost.
-    async fn append(&mut self, body: &Body) -> Result<(), LinkError> {
-        let payload = self.author.seal(body.kind(), &body.encode());
-        let sent = send(&mut self.rounds, Message { payload, ..Default::default() }).await?;
-        self.receipts.push_back(Box::pin(receipt(sent)));
-        Ok(())
-    }
-}
-
-/// A piece of a contribution that may count, or why it cannot be one.
-fn read_update<'a>(
-    author: &Author,
-    open: &Open,
-    message: &'a Received<Vec<u8>>,
-) -> Result<(Entry, Update<'a>), String> {
-    let record = author.key.open(&message.payload.data).map_err(|error| error.to_string())?;
-    let header = record.header;
-    if !record.verified || header.instance != author.instance {
-        return Err("a record that does not verify with this job's secret, or is of another launch".to_owned());
-    }
-    if header.version != RECORD_VERSION || header.kind != Body::UPDATE {
-        return Err(format!("{} sent a record of kind {} and version {}", header.rank, header.kind, header.version));
-    }
-    let update =
-        Update::decode(record.body).map_err(|error| format!("{} sent a record that is {error}", header.rank))?;
-    let wrong = |what: &str| Err(format!("{} sent {what}", header.rank));
-    if header.rank.0 >= open.contributors || update.round.0 == 0 {
-        return wrong("a contribution, but is no contributor or names no round");
-    }
-    if update.shard >= open.shards() || update.header.bytes as usize != open.shard_bytes(update.shard) {
-        return wrong("data that does not fit the model");
-    }
-    // By its key the broker decides who gets it: all pieces of a shard must have one.
-    if message.key().as_deref() != Some(update.shard.to_string().as_str()) {
-        return wrong("a piece under another shard's key");
-    }
-    Ok((Entry { contributor: header.rank, origin: update.round }, update))
 }
 
 /// An entry in words.

@@ -46,6 +46,9 @@ pub(super) enum Order {
     GiveUp,
 }
 
+/// A result as it came: what was added up, and the data of each shard.
+pub(super) type Whole = (Vec<Entry>, Vec<Vec<u8>>);
+
 /// The thread's state: what outlives a link.
 pub(super) struct Worker {
     config: ContributorConfig,
@@ -55,7 +58,7 @@ pub(super) struct Worker {
     results: Option<Results>,
     orders: mpsc::Receiver<Order>,
     sending: Option<Sending>,
-    waiting: Option<(Round, Reply<(Vec<Entry>, Vec<Vec<u8>>)>)>,
+    waiting: Option<(Round, Reply<Whole>)>,
     joined: Option<SyncSender<Result<Open, Fault>>>,
     shared: Arc<Shared>,
 }
