@@ -90,6 +90,9 @@ class Broker:
         """Starts the process and waits until the broker says that it is well."""
         if self.pid():
             raise Unusable(f"a broker runs in {self.data} already: its process is {self.pid()}")
+        for name, port in self.state()["ports"].items():
+            if in_use(port):
+                raise Unusable(f"port {port}, for its {name} interface, is in use: end what uses it, or choose another")
         java, lib, log = java_17(), jars.ready(self.say), self.data / "broker.log"
         options = ["-Xms256m", "-Xmx512m", "-XX:MaxDirectMemorySize=512m", "-XX:+UseSerialGC"]
         # Without the optimising compiler it is up in half the time.
@@ -244,6 +247,17 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+def in_use(port: int) -> bool:
+    with socket.socket() as one:
+        # As servers do: what is left of closed connections does not count.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 def java_17() -> str:

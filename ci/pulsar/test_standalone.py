@@ -111,7 +111,9 @@ class Started(WithFolder):
         self.assert_refused(done, "was not up after 0.1 s", "last words")
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
-            self.assert_refused(run("run", "--admin-port", port, "--", "true"), "ended with status", "last words")
+            self.assert_refused(run("run", "--admin-port", port, "--", "true"), f"port {port}", "is in use")
+        wrong = run("run", "--set", "brokerServicePort=nonsense", "--", "true")
+        self.assert_refused(wrong, "ended with status", "nonsense")
 
     def test_the_status_is_the_commands_and_nothing_is_left(self):
         done = run("run", "--", "sh", "-c", 'echo "$PULSAR_PID $PULSAR_DATA"; exit 7')

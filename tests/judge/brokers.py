@@ -1,5 +1,6 @@
 """The brokers that are judged: how they are started, ended like in a crash, and asked for what clients cannot ask."""
 
+import ctypes
 import json
 import pathlib
 import signal
@@ -29,7 +30,8 @@ class Embedded:
 
     def start(self):
         command = [self.gradwire, "broker", "--listen", self.address, "--no-auth", "--data-dir", self.data.name]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, text=True, preexec_fn=end_with_parent, **quiet)
         if self.process.stdout.readline().strip() != self.url:
             raise RuntimeError(f"{self.gradwire} broker does not start: status {self.process.wait()}")
 
@@ -43,6 +45,12 @@ class Embedded:
 
     def compact(self, topic: str):
         """Nothing to do: it compacts by itself."""
+
+
+def end_with_parent():
+    """In the broker's process: whatever ends this program ends the broker."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 class Apache:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +23,8 @@ def main() -> int:
     wanted = [name for name in SCENARIOS if not args.wanted or any(part in name for part in args.wanted)]
     if not wanted:
         sys.exit(f"no scenario is called like {args.wanted}; there are {', '.join(SCENARIOS)}")
+    # As an exception, so that brokers and what they keep are cleared away.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     broker = brokers.Embedded(args.gradwire) if args.broker == "embedded" else brokers.Apache()
     try:
         outcomes = {name: play(broker, name, args.broker) for name in wanted}
