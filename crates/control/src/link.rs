@@ -32,6 +32,9 @@ use crate::record::Instance;
 const OPERATION_MAX: Duration = Duration::from_secs(5);
 /// How many records are read ahead.
 const READ_AHEAD: u32 = 1000;
+/// Stack of a thread that drives a client: without optimisation, the crate's nested futures take more than the usual
+/// 2 MiB.
+pub(crate) const STACK_BYTES: usize = 8 << 20;
 /// How often the broker is asked for a sign of life.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 

@@ -336,6 +336,7 @@ fn spawn(worker: Worker) -> Result<JoinHandle<()>, Fault> {
     };
     std::thread::Builder::new()
         .name("gradwire-control".to_owned())
+        .stack_size(crate::link::STACK_BYTES)
         // The event loop is made in its thread: it must not be dropped within the caller's, if that has one.
         .spawn(move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => {

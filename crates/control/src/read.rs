@@ -170,7 +170,8 @@ fn on_a_thread<T: Send>(name: &str, future: impl Future<Output = Result<T, Fault
             runtime.shutdown_background();
             result
         };
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, run).map_err(system)?;
+        let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(crate::link::STACK_BYTES);
+        let thread = thread.spawn_scoped(scope, run).map_err(system)?;
         thread.join().unwrap_or_else(|_| Err(Fault::new(FaultKind::System, "reading records ended unexpectedly")))
     })
 }

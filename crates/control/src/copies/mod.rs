@@ -150,6 +150,7 @@ impl Copies {
         let running = shared.clone();
         let thread = std::thread::Builder::new()
             .name("gradwire-copies".to_owned())
+            .stack_size(crate::link::STACK_BYTES)
             .spawn(move || {
                 runtime.block_on(run(&running, asked, stored, stopped));
                 // Closes the sockets, and with them all that the broker holds for this rank.

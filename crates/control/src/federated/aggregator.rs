@@ -138,6 +138,7 @@ impl Aggregator {
         let worker = Worker::new(config, shared.clone());
         let thread = std::thread::Builder::new()
             .name("gradwire-aggregator".to_owned())
+            .stack_size(crate::link::STACK_BYTES)
             .spawn(move || worker.run(stopped))
             .map_err(|error| Fault::new(FaultKind::System, format!("no thread from the system: {error}")))?;
         Ok(Self { shared, stop, thread: Some(thread) })

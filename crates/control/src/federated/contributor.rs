@@ -98,6 +98,7 @@ impl Contributor {
         let shared = worker.shared();
         let thread = std::thread::Builder::new()
             .name("gradwire-contributor".to_owned())
+            .stack_size(crate::link::STACK_BYTES)
             .spawn(move || worker.run(stopped))
             .map_err(|error| Fault::new(FaultKind::System, format!("no thread from the system: {error}")))?;
         let open = Open { contributors: 0, ..proposed };
