@@ -296,6 +296,36 @@ fn links_that_are_lost_in_mid_round_only_delay() {
 }
 
 #[test]
+fn a_broker_that_is_killed_in_mid_round_and_kept_its_topics_only_delays() {
+    let mut broker = DurableBroker::start_new();
+    let settings = Settings::new(job(&broker.url(), &unique("restart"), 1), 3);
+    let aggregators = [settings.aggregator(), settings.aggregator()];
+    let mut contributors = settings.join_all();
+    settings.exchange(&mut contributors, 1);
+    for round in 2..=3 {
+        contribute(&settings, &mut contributors[..1], round);
+        broker.kill();
+        let rest: Vec<_> = contributors
+            .drain(1..)
+            .map(|mut contributor| {
+                let settings = settings.clone();
+                std::thread::spawn(move || {
+                    contribute(&settings, std::slice::from_mut(&mut contributor), round);
+                    contributor
+                })
+            })
+            .collect();
+        broker.start();
+        contributors.extend(rest.into_iter().map(|thread| thread.join().unwrap()));
+        settings.assert_results(&mut contributors, round);
+    }
+    for aggregator in aggregators {
+        aggregator.stop().unwrap();
+    }
+    settings.assert_recorded(3);
+}
+
+#[test]
 fn a_broker_that_lost_the_log_is_named_on_all() {
     let broker = embedded_broker();
     let address = broker.address();
