@@ -100,6 +100,12 @@ fn with_a_quorum_late_contributions_are_rejected_or_carried() {
         }
         assert!(contributors[2].result(1, PATIENCE).unwrap().late);
         let outcome = contributors[2].contribute(1, &settings.values(2, 1)).unwrap();
+        // The next round waits for everybody, by aggregators with a longer deadline.
+        for aggregator in aggregators {
+            aggregator.stop().unwrap();
+        }
+        let patient = Settings { round_deadline: Duration::from_secs(600), ..settings.clone() };
+        let aggregators = [patient.aggregator(), patient.aggregator()];
         for contributor in &mut contributors {
             contributor.contribute(2, &settings.values(settings.number(contributor), 2)).unwrap();
         }
@@ -298,7 +304,9 @@ fn links_that_are_lost_in_mid_round_only_delay() {
 #[test]
 fn a_broker_that_is_killed_in_mid_round_and_kept_its_topics_only_delays() {
     let mut broker = DurableBroker::start_new();
-    let settings = Settings::new(job(&broker.url(), &unique("restart"), 1), 3);
+    // Apache Pulsar takes a while to start, on a busy machine.
+    let patience = Duration::from_secs(240);
+    let settings = Settings { patience, ..Settings::new(job(&broker.url(), &unique("restart"), 1), 3) };
     let aggregators = [settings.aggregator(), settings.aggregator()];
     let mut contributors = settings.join_all();
     settings.exchange(&mut contributors, 1);

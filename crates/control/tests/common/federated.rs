@@ -35,6 +35,8 @@ pub(crate) struct Settings {
     pub(crate) elements: u64,
     pub(crate) round_deadline: Duration,
     pub(crate) memory_bytes_max: usize,
+    /// How long contributors wait for anything.
+    pub(crate) patience: Duration,
 }
 
 impl Settings {
@@ -49,6 +51,7 @@ impl Settings {
             elements: 6 * u64::from(SHARD_ELEMENTS) + 1000,
             round_deadline: Duration::from_secs(20),
             memory_bytes_max: 64 << 20,
+            patience: PATIENCE,
         }
     }
 
@@ -79,7 +82,7 @@ impl Settings {
             op: ReduceOp::Mean,
             shard_elements: Some(SHARD_ELEMENTS),
             piece_bytes: PIECE_BYTES,
-            deadline: PATIENCE,
+            deadline: self.patience,
             ..ContributorConfig::new(self.job.clone(), Rank(number), self.contributors, self.elements)
         }
     }
@@ -140,7 +143,7 @@ impl Settings {
     /// All results of a round with all contributors.
     pub(crate) fn assert_results(&self, contributors: &mut [Contributor], round: u64) {
         for contributor in contributors {
-            let result = contributor.result(round, PATIENCE).unwrap();
+            let result = contributor.result(round, self.patience).unwrap();
             let names: Vec<_> = result.entries.iter().map(|entry| (entry.contributor.0, entry.origin.0)).collect();
             assert_eq!(names, (0..self.contributors).map(|number| (number, round)).collect::<Vec<_>>());
             assert!(!result.late);
