@@ -44,9 +44,6 @@ class Embedded:
     def compact(self, topic: str):
         """Nothing to do: it compacts by itself."""
 
-    def expire(self, topic: str, subscription: str, age_s: int):
-        """Nothing to do: it expires by itself."""
-
 
 class Apache:
     """Apache Pulsar, by ci/pulsar/standalone. Ends with this process, whatever ends that."""
@@ -80,10 +77,6 @@ class Apache:
             if time.monotonic() > end:
                 raise RuntimeError(f"compaction takes longer than {COMPACTION_TIME_MAX_S} s")
             time.sleep(0.1)
-
-    def expire(self, topic: str, subscription: str, age_s: int):
-        path = f"persistent/public/default/{topic}/subscription/{subscription}/expireMessages/{age_s}"
-        self.ask("POST", path)
 
     def ask(self, method: str, path: str, body=None):
         url = f"{self.variables['PULSAR_ADMIN']}/admin/v2/{path}"

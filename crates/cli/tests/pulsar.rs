@@ -14,6 +14,9 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use apache::Standalone;
+use gradwire_control::{BrokerAccess, ControlPlane, JobConfig, JoinRequest, Policy, Token};
+use gradwire_proto::member::Endpoint;
+use gradwire_proto::{Fault, FaultKind, Rank, Secret};
 use serde_json::{Value, json};
 use support::{DEADLINE, gradwire};
 
@@ -31,11 +34,14 @@ fn file(content: &str) -> tempfile::NamedTempFile {
     file
 }
 
-/// `gradwire pulsar setup` for job `job` in tenant `tenant`, with this token.
+/// `gradwire pulsar setup` for job `job` in tenant `tenant`, and namespace `training` if no other, with this token.
 fn setup(admin: &str, token: Option<&str>, tenant: &str, options: &[&str]) -> Output {
     let token = token.map(file);
     let mut command = gradwire();
-    command.args(["pulsar", "setup", "--admin", admin, "--tenant", tenant, "--namespace", "training", "--job", "job"]);
+    command.args(["pulsar", "setup", "--admin", admin, "--tenant", tenant, "--job", "job"]);
+    if !options.contains(&"--namespace") {
+        command.args(["--namespace", "training"]);
+    }
     if let Some(token) = &token {
         command.arg("--token-file").arg(token.path());
     }
@@ -156,6 +162,40 @@ fn what_is_no_admin_interface_is_told_apart() {
     });
     assert_refused(&setup(&url, token, "t", &[]), &["not the admin interface of a Pulsar cluster"]);
     server.join().unwrap();
+}
+
+/// Two ranks that join the job with this token.
+fn join_with(token: &str) -> Vec<Result<ControlPlane, Fault>> {
+    let broker = BrokerAccess::new(variable("PULSAR_URL")).with_token(Token::Text(token.to_owned()));
+    let config = JobConfig::new("job".parse().unwrap(), [1; 16], Secret::from_bytes([1; 32]), broker);
+    let config = JobConfig { tenant: "crew".to_owned(), model_version: Some("v1".parse().unwrap()), ..config };
+    let ranks = [0, 1].map(|rank| {
+        let request = JoinRequest {
+            config: config.clone(),
+            rank: Rank(rank),
+            world_size: 2,
+            policy: Policy::Fixed,
+            endpoint: Endpoint::default(),
+            deadline: DEADLINE,
+            commit_interval: Duration::ZERO,
+        };
+        std::thread::spawn(move || ControlPlane::join(request).map(|(plane, _)| plane))
+    });
+    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+#[test]
+fn ranks_need_no_other_rights_than_those_of_setup() {
+    // The namespace of jobs with this version of a model.
+    set_up("crew", &["--namespace", "job.v1", "--role", "trainer"]);
+    for plane in join_with(&PULSAR.token("trainer", &[])) {
+        plane.expect("a member").leave(DEADLINE).unwrap();
+    }
+    for fault in join_with(&PULSAR.token("stranger", &[])) {
+        let fault = fault.err().expect("not admitted");
+        assert_eq!(fault.kind, FaultKind::BrokerUnreachable, "{fault}");
+        assert!(fault.detail.contains("uthoriz"), "{fault}");
+    }
 }
 
 /// What the doctor says about a broker, by subject.
