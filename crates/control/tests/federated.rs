@@ -100,6 +100,12 @@ fn with_a_quorum_late_contributions_are_rejected_or_carried() {
         }
         assert!(contributors[2].result(1, PATIENCE).unwrap().late);
         let outcome = contributors[2].contribute(1, &settings.values(2, 1)).unwrap();
+        // The next round waits for everybody, by aggregators with a longer deadline.
+        for aggregator in aggregators {
+            aggregator.stop().unwrap();
+        }
+        let patient = Settings { round_deadline: Duration::from_secs(600), ..settings.clone() };
+        let aggregators = [patient.aggregator(), patient.aggregator()];
         for contributor in &mut contributors {
             contributor.contribute(2, &settings.values(settings.number(contributor), 2)).unwrap();
         }
@@ -293,6 +299,38 @@ fn links_that_are_lost_in_mid_round_only_delay() {
     assert!(aggregator.counters().links_lost > 0 && contributors[0].links_lost() > 0);
     aggregator.stop().unwrap();
     settings.assert_recorded(6);
+}
+
+#[test]
+fn a_broker_that_is_killed_in_mid_round_and_kept_its_topics_only_delays() {
+    let mut broker = DurableBroker::start_new();
+    // Apache Pulsar takes a while to start, on a busy machine.
+    let patience = Duration::from_secs(240);
+    let settings = Settings { patience, ..Settings::new(job(&broker.url(), &unique("restart"), 1), 3) };
+    let aggregators = [settings.aggregator(), settings.aggregator()];
+    let mut contributors = settings.join_all();
+    settings.exchange(&mut contributors, 1);
+    for round in 2..=3 {
+        contribute(&settings, &mut contributors[..1], round);
+        broker.kill();
+        let rest: Vec<_> = contributors
+            .drain(1..)
+            .map(|mut contributor| {
+                let settings = settings.clone();
+                std::thread::spawn(move || {
+                    contribute(&settings, std::slice::from_mut(&mut contributor), round);
+                    contributor
+                })
+            })
+            .collect();
+        broker.start();
+        contributors.extend(rest.into_iter().map(|thread| thread.join().unwrap()));
+        settings.assert_results(&mut contributors, round);
+    }
+    for aggregator in aggregators {
+        aggregator.stop().unwrap();
+    }
+    settings.assert_recorded(3);
 }
 
 #[test]

@@ -189,7 +189,7 @@ fn every_golden_block_of_this_crate_is_tested() {
         .chain(["fault", "manifest", "endpoint"])
         .collect();
     // The other crates test the sections that they own.
-    let elsewhere = ["control-", "tcp-", "shm-"];
+    let elsewhere = ["control-", "federated-", "tcp-", "shm-"];
     for name in document().keys() {
         let known = tested.contains(&name.as_str()) || elsewhere.iter().any(|prefix| name.starts_with(prefix));
         assert!(known, "no test compares the block {name}");

@@ -47,7 +47,7 @@ Example:
 and for the ranks:
   export GRADWIRE_BROKER=pulsar+ssl://pulsar.example:6651 GRADWIRE_BROKER_TOKEN_FILE=trainer.token GRADWIRE_TENANT=ml")]
 pub(crate) struct SetupArgs {
-    /// The cluster's admin interface (the web service of a broker or proxy), such as http://pulsar.example:8080.
+    /// The cluster's admin interface: the web service of a broker or proxy, http or https; often at port 8080.
     #[arg(long, value_name = "URL", value_parser = parse_url)]
     admin: String,
     /// A file with the token to show there.

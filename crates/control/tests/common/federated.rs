@@ -35,6 +35,8 @@ pub(crate) struct Settings {
     pub(crate) elements: u64,
     pub(crate) round_deadline: Duration,
     pub(crate) memory_bytes_max: usize,
+    /// How long contributors wait for anything.
+    pub(crate) patience: Duration,
 }
 
 impl Settings {
@@ -49,6 +51,7 @@ impl Settings {
             elements: 6 * u64::from(SHARD_ELEMENTS) + 1000,
             round_deadline: Duration::from_secs(20),
             memory_bytes_max: 64 << 20,
+            patience: PATIENCE,
         }
     }
 
@@ -79,7 +82,7 @@ impl Settings {
             op: ReduceOp::Mean,
             shard_elements: Some(SHARD_ELEMENTS),
             piece_bytes: PIECE_BYTES,
-            deadline: PATIENCE,
+            deadline: self.patience,
             ..ContributorConfig::new(self.job.clone(), Rank(number), self.contributors, self.elements)
         }
     }
@@ -140,7 +143,7 @@ impl Settings {
     /// All results of a round with all contributors.
     pub(crate) fn assert_results(&self, contributors: &mut [Contributor], round: u64) {
         for contributor in contributors {
-            let result = contributor.result(round, PATIENCE).unwrap();
+            let result = contributor.result(round, self.patience).unwrap();
             let names: Vec<_> = result.entries.iter().map(|entry| (entry.contributor.0, entry.origin.0)).collect();
             assert_eq!(names, (0..self.contributors).map(|number| (number, round)).collect::<Vec<_>>());
             assert!(!result.late);
@@ -274,6 +277,50 @@ pub(crate) fn read_raw(job: &JobConfig, topic: Topic) -> Vec<(String, Vec<u8>)> 
             }
         }
     })
+}
+
+/// A broker that keeps its topics when it is ended as a crash would end it: the embedded one with a directory, or an
+/// Apache Pulsar of the test's own where one is given.
+pub(crate) enum DurableBroker {
+    Embedded { config: Box<BrokerConfig>, running: Option<EmbeddedBroker>, _data: tempfile::TempDir },
+    Apache(Box<super::common::TestBroker>),
+}
+
+impl DurableBroker {
+    pub(crate) fn start_new() -> Self {
+        if std::env::var("GRADWIRE_TEST_PULSAR_URL").is_ok_and(|url| !url.is_empty()) {
+            return Self::Apache(Box::new(super::common::own_broker()));
+        }
+        let data = tempfile::tempdir().unwrap();
+        let mut config = BrokerConfig::new("127.0.0.1:0".parse().unwrap());
+        config.data_dir = Some(data.path().to_owned());
+        let running = EmbeddedBroker::start(config.clone()).unwrap();
+        config.listen = running.address();
+        Self::Embedded { config: Box::new(config), running: Some(running), _data: data }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        match self {
+            Self::Embedded { config, .. } => format!("pulsar://{}", config.listen),
+            Self::Apache(broker) => broker.url().to_owned(),
+        }
+    }
+
+    pub(crate) fn kill(&mut self) {
+        match self {
+            Self::Embedded { running, .. } => drop(running.take()),
+            Self::Apache(broker) => broker.kill(),
+        }
+    }
+
+    pub(crate) fn start(&mut self) {
+        match self {
+            Self::Embedded { config, running, .. } => {
+                *running = Some(eventually("the port", || EmbeddedBroker::start(config.as_ref().clone()).ok()));
+            }
+            Self::Apache(broker) => broker.start(),
+        }
+    }
 }
 
 /// A consumer of the aggregators' subscription that takes messages and does nothing with them.

@@ -35,12 +35,15 @@ pub(in crate::broker) struct Keeper {
     running: Option<JoinHandle<(Checkpoint, io::Result<()>)>>,
     /// The last group was not kept, and the log says so.
     failing: bool,
+    /// The same for the last checkpoint.
+    checkpoint_failing: bool,
 }
 
 impl Keeper {
     pub(in crate::broker) fn new(broker: Arc<Broker>, storage: Storage) -> Self {
         let sync = broker.config.fsync;
-        Self { broker, storage, sync, soon: None, checkpoint_at: None, running: None, failing: false }
+        let (soon, checkpoint_at, running) = (None, None, None);
+        Self { broker, storage, sync, soon, checkpoint_at, running, failing: false, checkpoint_failing: false }
     }
 
     /// Works until the broker stops, and leaves everything in the table.
@@ -73,7 +76,7 @@ impl Keeper {
             Ok(()) => {
                 self.checkpoint_at = self.checkpoint_at.or(Some(Instant::now() + CHECKPOINT_EVERY));
                 if std::mem::take(&mut self.failing) {
-                    tracing::info!(directory = %self.shown(), "the embedded broker can write to its directory again");
+                    tracing::warn!(directory = %self.shown(), "the embedded broker takes messages again");
                 }
             }
             Err(reason) => {
@@ -120,7 +123,10 @@ impl Keeper {
     fn end_checkpoint(&mut self, done: Option<(Checkpoint, io::Result<()>)>) {
         self.running = None;
         match done {
-            Some((checkpoint, Ok(()))) => self.storage.checkpointed(&checkpoint),
+            Some((checkpoint, Ok(()))) => {
+                self.storage.checkpointed(&checkpoint);
+                self.checkpoint_failing = false;
+            }
             Some((_, Err(error))) => self.checkpoint_failed(&error),
             None => self.checkpoint_failed(&io::Error::other("its thread ended")),
         }
@@ -128,8 +134,10 @@ impl Keeper {
 
     /// Nothing is lost: it is in the journal.
     fn checkpoint_failed(&mut self, error: &io::Error) {
-        let directory = self.shown();
-        tracing::warn!(directory, %error, "the embedded broker cannot write its topics; it tries again");
+        if !std::mem::replace(&mut self.checkpoint_failing, true) {
+            let directory = self.shown();
+            tracing::warn!(directory, %error, "the embedded broker keeps its journal: it cannot write topics.redb");
+        }
         self.checkpoint_at = Some(Instant::now() + AFTER_FAILURE);
     }
 
