@@ -42,6 +42,9 @@ pub struct Outputs<'a> {
     pub native: Option<&'a mut [u8]>,
 }
 
+/// Gives the contribution of a rank by its index among the contributors.
+type Inputs<'r, 'a> = &'r dyn Fn(usize) -> Input<'a>;
+
 /// What a reduction found out about its result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
@@ -71,21 +74,27 @@ impl Reduction {
     /// # Errors
     /// A [`Fault`] of kind `InvalidArgument` if there is no output, if [`Input::Own`] is used without
     /// [`Outputs::native`], or if the slices do not hold the same number of whole elements. Nothing is written then.
-    pub fn run<'a>(&self, inputs: impl Fn(usize) -> Input<'a>, mut outputs: Outputs<'_>) -> Result<Summary, Fault> {
-        let elements = self.check(&inputs, &outputs)?;
+    pub fn run<'a>(&self, inputs: impl Fn(usize) -> Input<'a>, outputs: Outputs<'_>) -> Result<Summary, Fault> {
+        self.run_over(&inputs, outputs)
+    }
+
+    /// Generic in nothing: the kernels are compiled here, once, as this crate is optimised, and not in each crate that
+    /// reduces.
+    fn run_over<'a>(&self, inputs: Inputs<'_, 'a>, mut outputs: Outputs<'_>) -> Result<Summary, Fault> {
+        let elements = self.check(inputs, &outputs)?;
         let nonfinite = match self.wire {
-            DType::F32 => self.run_format::<F32>(&inputs, &mut outputs, elements),
-            DType::F64 => self.run_format::<F64>(&inputs, &mut outputs, elements),
-            DType::F16 => self.run_format::<F16>(&inputs, &mut outputs, elements),
-            DType::Bf16 => self.run_format::<Bf16>(&inputs, &mut outputs, elements),
-            DType::I32 => self.run_format::<I32>(&inputs, &mut outputs, elements),
-            DType::I64 => self.run_format::<I64>(&inputs, &mut outputs, elements),
+            DType::F32 => self.run_format::<F32>(inputs, &mut outputs, elements),
+            DType::F64 => self.run_format::<F64>(inputs, &mut outputs, elements),
+            DType::F16 => self.run_format::<F16>(inputs, &mut outputs, elements),
+            DType::Bf16 => self.run_format::<Bf16>(inputs, &mut outputs, elements),
+            DType::I32 => self.run_format::<I32>(inputs, &mut outputs, elements),
+            DType::I64 => self.run_format::<I64>(inputs, &mut outputs, elements),
         }?;
         Ok(Summary { nonfinite })
     }
 
     /// Checks all slices. Gives the number of elements.
-    fn check<'a>(&self, inputs: impl Fn(usize) -> Input<'a>, outputs: &Outputs<'_>) -> Result<usize, Fault> {
+    fn check<'a>(&self, inputs: Inputs<'_, 'a>, outputs: &Outputs<'_>) -> Result<usize, Fault> {
         let (dtype, bytes) = match (&outputs.wire, &outputs.native) {
             (Some(wire), _) => (self.wire, wire.len()),
             (None, Some(native)) => (self.dtype, native.len()),
@@ -112,7 +121,7 @@ impl Reduction {
 
     fn run_format<'a, F: Format>(
         &self,
-        inputs: &impl Fn(usize) -> Input<'a>,
+        inputs: Inputs<'_, 'a>,
         outputs: &mut Outputs<'_>,
         elements: usize,
     ) -> Result<bool, Fault> {
@@ -127,7 +136,7 @@ impl Reduction {
     fn run_blocks<'a, F: Format, C: Combine>(
         &self,
         divisor: Option<u32>,
-        inputs: &impl Fn(usize) -> Input<'a>,
+        inputs: Inputs<'_, 'a>,
         outputs: &mut Outputs<'_>,
         elements: usize,
     ) -> Result<bool, Fault> {
@@ -172,9 +181,9 @@ impl<V: Value> Scratch<V> {
 }
 
 /// At most [`ACCUMULATOR_ELEMENTS`] elements of the range.
-struct Block<'r, N> {
+struct Block<'r, 'a> {
     reduction: &'r Reduction,
-    inputs: &'r N,
+    inputs: Inputs<'r, 'a>,
     divisor: Option<u32>,
     /// Where the block lies in slices of native elements.
     native_bytes: Range<usize>,
@@ -182,7 +191,7 @@ struct Block<'r, N> {
     wire_bytes: Range<usize>,
 }
 
-impl<'a, N: Fn(usize) -> Input<'a>> Block<'_, N> {
+impl<'a> Block<'_, 'a> {
     fn run<F: Format, C: Combine>(
         &self,
         outputs: &mut Outputs<'_>,
