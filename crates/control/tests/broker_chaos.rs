@@ -5,6 +5,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -20,8 +21,8 @@ const KEYS: u64 = 64;
 const CONSUMERS: usize = 8;
 const MESSAGES: u64 = 100_000;
 const KILL_EVERY: Duration = Duration::from_millis(100);
-/// Messages for each kill, so that there are many whatever the machine's speed.
-const MESSAGES_PER_ROUND: u64 = 2000;
+/// Messages between kills: spread over that time, or as quick as the machine is.
+const MESSAGES_PER_KILL: u64 = 2000;
 
 /// What was done with the messages, as a database would keep it: the last one of each key that took effect.
 #[derive(Default)]
@@ -49,6 +50,8 @@ impl Effects {
 
 /// A consumer with an event loop and a link of its own. Killing it drops both, whatever it was about to do.
 struct Victim {
+    /// That it is to die with the next message in hand.
+    doomed: Arc<AtomicBool>,
     kill: oneshot::Sender<()>,
     thread: JoinHandle<()>,
 }
@@ -57,26 +60,36 @@ impl Victim {
     fn start(url: &str, topic: &str, name: String, effects: Arc<Mutex<Effects>>) -> Self {
         let (kill, killed) = oneshot::channel();
         let (url, topic) = (url.to_owned(), topic.to_owned());
+        let doomed = Arc::new(AtomicBool::new(false));
+        let seen = doomed.clone();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 tokio::select! {
                     _ = killed => {}
-                    () = work(&url, &topic, &name, &effects) => {}
+                    () = work(&url, &topic, &name, &effects, &seen) => {}
                 }
             });
             runtime.shutdown_background();
         });
-        Self { kill, thread }
+        Self { doomed, kill, thread }
     }
 
-    fn kill(self) {
+    /// Between the effect of a message and its acknowledgement, or where it is if no message comes.
+    async fn kill(self) {
+        self.doomed.store(true, Ordering::Relaxed);
+        for _ in 0..20 {
+            if self.thread.is_finished() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         let _ = self.kill.send(());
         self.thread.join().unwrap();
     }
 }
 
-async fn work(url: &str, topic: &str, name: &str, effects: &Mutex<Effects>) {
+async fn work(url: &str, topic: &str, name: &str, effects: &Mutex<Effects>, doomed: &AtomicBool) {
     let client = Pulsar::builder(url, TokioExecutor).build().await.unwrap();
     let options = ConsumerOptions::default().with_initial_position(InitialPosition::Earliest);
     let builder = client.consumer().with_topic(topic).with_subscription("s").with_consumer_name(name);
@@ -86,9 +99,33 @@ async fn work(url: &str, topic: &str, name: &str, effects: &Mutex<Effects>) {
         let message = message.unwrap();
         let number = String::from_utf8_lossy(&message.payload.data).parse().unwrap();
         effects.lock().unwrap().apply(message.payload.metadata.partition_key.as_deref().unwrap(), number);
-        // It may die between the effect and its acknowledgement.
-        tokio::task::yield_now().await;
+        if doomed.load(Ordering::Relaxed) {
+            return;
+        }
         consumer.ack(&message).await.unwrap();
+    }
+}
+
+async fn publish(url: String, topic: String) {
+    let client = Pulsar::builder(url, TokioExecutor).build().await.unwrap();
+    let options = ProducerOptions { block_queue_if_full: true, ..Default::default() };
+    let mut producer = client.producer().with_topic(topic).with_options(options).build().await.unwrap();
+    let mut pace = tokio::time::interval(KILL_EVERY / 20);
+    let mut receipts = Vec::new();
+    for count in 0..MESSAGES {
+        let (key, number) = (format!("k{}", count % KEYS), count / KEYS);
+        let payload = number.to_string().into_bytes();
+        let message = Message { payload, partition_key: Some(key), ..Default::default() };
+        receipts.push(producer.send_non_blocking(message).await.unwrap());
+        if count % (MESSAGES_PER_KILL / 20) == 0 {
+            for receipt in receipts.drain(..) {
+                receipt.await.unwrap();
+            }
+            pace.tick().await;
+        }
+    }
+    for receipt in receipts {
+        receipt.await.unwrap();
     }
 }
 
@@ -103,9 +140,6 @@ async fn no_message_is_lost_repeated_in_effect_or_out_of_order() {
         Victim::start(&url, &topic, format!("c{started}"), effects.clone())
     };
     let mut victims: Vec<Victim> = (0..CONSUMERS).map(|_| start()).collect();
-    let client = Pulsar::builder(&url, TokioExecutor).build().await.unwrap();
-    let options = ProducerOptions { block_queue_if_full: true, ..Default::default() };
-    let mut producer = client.producer().with_topic(&topic).with_options(options).build().await.unwrap();
     eventually("the consumers", || {
         let stats = broker.stats();
         stats
@@ -116,30 +150,23 @@ async fn no_message_is_lost_repeated_in_effect_or_out_of_order() {
             .then_some(())
     });
     let mut kills = 0;
-    let mut receipts = Vec::new();
-    for round in 0..MESSAGES / MESSAGES_PER_ROUND {
-        for number in round * MESSAGES_PER_ROUND..(round + 1) * MESSAGES_PER_ROUND {
-            let (key, number) = (format!("k{}", number % KEYS), number / KEYS);
-            let payload = number.to_string().into_bytes();
-            let message = Message { payload, partition_key: Some(key), ..Default::default() };
-            receipts.push(producer.send_non_blocking(message).await.unwrap());
-        }
-        for receipt in receipts.drain(..) {
-            receipt.await.unwrap();
-        }
+    let publishing = tokio::spawn(publish(url.clone(), topic.clone()));
+    while !publishing.is_finished() {
         tokio::time::sleep(KILL_EVERY).await;
-        victims.remove(kills * 5 % CONSUMERS).kill();
+        victims.remove(kills * 5 % CONSUMERS).kill().await;
         victims.push(start());
         kills += 1;
     }
+    publishing.await.unwrap();
     let acknowledged = || {
         let stats = broker.stats();
         let subscription = &stats.topics[0].subscriptions[0];
         (subscription.backlog == 0 && subscription.unacked == 0 && subscription.waiting == 0).then_some(())
     };
     eventually("the last acknowledgement", acknowledged);
-    victims.into_iter().for_each(Victim::kill);
-    drop((producer, client));
+    for victim in victims {
+        victim.kill().await;
+    }
     eventually("the end of all links", || (broker.stats().links == 0).then_some(()));
     let effects = effects.lock().unwrap();
     println!("{kills} consumers were killed, {} messages came again", effects.repeated);
