@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{ControlPlane, VersionRecord};
+use gradwire_control::{AuditKind, ControlPlane, VersionRecord};
 use gradwire_proto::limits::TENSOR_NAME_BYTES_MAX;
 use gradwire_proto::manifest::Manifest;
 use gradwire_proto::plan::Plan;
+use gradwire_proto::session::Rejected;
 use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, WireFormat};
 use gradwire_transport::{Buffer, Element};
 
@@ -286,8 +287,9 @@ impl Group {
     pub fn commit(&self) -> Result<Version, Fault> {
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let epoch = self.identity.epoch;
-        let crcs = self.driver.with_engine(crate::engine::Engine::commit);
+        let (crcs, rejected) = self.driver.with_engine(|engine| (engine.commit(), engine.take_rejected()));
         if let Some(control) = &self.control {
+            audit_rejected(control, rejected);
             let contributors = (0..self.world_size()).map(Rank).collect();
             let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
             control.publish_version(record).inspect_err(|_| {
@@ -352,6 +354,7 @@ impl Group {
             {
                 control.report(&fault);
             }
+            audit_rejected(&control, self.driver.with_engine(crate::engine::Engine::take_rejected));
             recorded = control.leave(FAREWELL_MAX);
         }
         if self.guard.as_ref().is_some_and(Guard::serves_broker) {
@@ -374,6 +377,14 @@ impl Drop for Group {
                 tracing::error!(%fault, "a group was dropped, and not everything of it is on record");
             }
         }
+    }
+}
+
+fn audit_rejected(control: &ControlPlane, rejected: Vec<(Rank, Rejected)>) {
+    for (peer, Rejected { corrupt, stale }) in rejected {
+        let detail =
+            format!("frames rejected since the last time: {corrupt} corrupt, {stale} of another epoch or step");
+        control.audit(AuditKind::Rejected, Some(peer), detail);
     }
 }
 

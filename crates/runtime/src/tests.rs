@@ -7,7 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gradwire_codec::reference;
-use gradwire_control::{BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy};
+use gradwire_control::{
+    AuditKind, AuditQuery, BrokerAccess, BrokerConfig, ControlPlane, EmbeddedBroker, JobConfig, JoinRequest, Policy,
+    read_audit,
+};
 use gradwire_proto::frame::{FrameHeader, FrameKind, JobTag};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Collective, DType, Fault, FaultKind, Rank, ReduceOp, Secret, Step, WireFormat};
@@ -179,6 +182,11 @@ fn exchange_over_a_spoiling_link(wire: WireFormat) {
     });
     assert!(stats[1].units_from_copies > 0, "{stats:?}");
     assert!(stats[1].corrupt_frames > 0 && stats[0].units_from_copies == 0, "{stats:?}");
+    let query = AuditQuery { kinds: vec![AuditKind::Rejected], ..AuditQuery::default() };
+    let audit = read_audit(&job, &query, Duration::from_secs(20)).expect("an audit log").records;
+    let by_rank_1 = audit.iter().find(|entry| entry.author == Rank(1)).expect("what rank 1 rejected");
+    assert_eq!(by_rank_1.record.rank, Some(Rank(0)), "{audit:?}");
+    assert!(by_rank_1.record.detail.contains("corrupt"), "{audit:?}");
 }
 
 fn spoilt_sums(group: &Group) {

@@ -31,7 +31,7 @@ impl Session {
             return Ok(Admission::Discard);
         }
         if header.epoch != self.config.epoch {
-            self.counters.stale += 1;
+            self.reject_stale(peer);
             return Ok(Admission::Discard);
         }
         self.check_run(peer, header)?;
@@ -165,10 +165,16 @@ impl Session {
         }
     }
 
+    fn reject_stale(&mut self, peer: Rank) {
+        self.counters.stale += 1;
+        self.peers[peer.index()].rejected.stale += 1;
+    }
+
     /// An admitted frame's payload did not match its checksum: it is asked for again.
     pub fn handle_corrupt(&mut self, peer: Rank, header: &FrameHeader) {
         self.counters.corrupt += 1;
         let state = &mut self.peers[peer.index()];
+        state.rejected.corrupt += 1;
         state.corrupt_streak += 1;
         if state.corrupt_streak >= CORRUPT_STREAK_MAX {
             let detail = format!(
@@ -263,7 +269,7 @@ impl Session {
             return Ok(());
         }
         if header.epoch != self.config.epoch {
-            self.counters.stale += 1;
+            self.reject_stale(peer);
             return Ok(());
         }
         if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {

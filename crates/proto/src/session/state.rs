@@ -5,6 +5,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
+use super::types::Rejected;
 use crate::bits::Bits;
 use crate::frame::Location;
 use crate::ids::{Attempt, BucketId, Rank, Step, TensorId, UnitIndex};
@@ -247,6 +248,7 @@ pub(super) struct PeerState {
     pub(super) landings: Vec<Location>,
     /// Corrupt frames in a row.
     pub(super) corrupt_streak: u32,
+    pub(super) rejected: Rejected,
 }
 
 impl PeerState {

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gradwire_proto::frame::{FrameHeader, JobTag};
-use gradwire_proto::session::{Event, Session, SessionConfig};
+use gradwire_proto::session::{Event, Rejected, Session, SessionConfig};
 use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
@@ -85,6 +85,9 @@ pub(crate) struct Engine {
     /// Results that links spoilt again and again, not asked for as copies yet; and those that are.
     spoilt: Vec<(Rank, FrameHeader)>,
     spoilt_asked: Vec<FrameHeader>,
+    /// What was rejected by the last time somebody asked; and by rank.
+    rejected: u64,
+    rejected_by: Vec<Rejected>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -120,6 +123,8 @@ impl Engine {
             ended: 0,
             spoilt: Vec::new(),
             spoilt_asked: Vec::new(),
+            rejected: 0,
+            rejected_by: vec![Rejected::default(); world as usize],
         }
     }
 
@@ -164,6 +169,24 @@ impl Engine {
             units_resent: counters.resent,
             ..self.stats
         }
+    }
+
+    /// What of each peer was rejected since the last call, if anything was.
+    pub(crate) fn take_rejected(&mut self) -> Vec<(Rank, Rejected)> {
+        let counters = self.session.counters();
+        let rejected = counters.corrupt + counters.stale;
+        if rejected == self.rejected {
+            return Vec::new();
+        }
+        self.rejected = rejected;
+        let session = &self.session;
+        let news = self.rejected_by.iter_mut().zip((0..).map(Rank)).filter_map(|(before, peer)| {
+            let now = session.rejected(peer);
+            let new = Rejected { corrupt: now.corrupt - before.corrupt, stale: now.stale - before.stale };
+            *before = now;
+            (new != Rejected::default()).then_some((peer, new))
+        });
+        news.collect()
     }
 
     pub(crate) fn fail(&mut self, fault: Fault) {
