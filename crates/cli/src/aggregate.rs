@@ -1,7 +1,6 @@
 //! `gradwire aggregate`: an aggregator of a federated job, in the foreground.
 
 use std::io::{self, Write as _};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,8 +10,9 @@ use gradwire::federated::{Aggregator, AggregatorConfig, AggregatorCounters, Expe
 use gradwire_proto::{Fault, FaultKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::args::{BrokerChoice, Late, bytes, seconds};
+use crate::args::{Late, bytes, seconds};
 use crate::bench::output::complain;
+use crate::job::JobArgs;
 
 /// How often it is looked at whether to stop.
 const LOOK: Duration = Duration::from_millis(100);
@@ -33,18 +33,8 @@ What is not given is taken from the environment: GRADWIRE_JOB, GRADWIRE_BROKER, 
 GRADWIRE_BROKER_TOKEN_FILE, GRADWIRE_BROKER_CA, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE, GRADWIRE_INSTANCE,
 GRADWIRE_TENANT, GRADWIRE_MODEL_VERSION.")]
 pub(crate) struct AggregateArgs {
-    /// The job's name.
-    #[arg(long)]
-    job: Option<String>,
-    /// URL of the Pulsar broker.
-    #[arg(long, value_name = "URL", value_parser = broker_url)]
-    broker: Option<String>,
-    /// A file with the job's secret.
-    #[arg(long, value_name = "FILE")]
-    secret_file: Option<PathBuf>,
-    /// A file with what to show to the broker.
-    #[arg(long, value_name = "FILE")]
-    token_file: Option<PathBuf>,
+    #[command(flatten)]
+    job: JobArgs,
     /// How many contributors there should be; as the job says if not given.
     #[arg(long, value_name = "COUNT")]
     contributors: Option<u32>,
@@ -126,25 +116,6 @@ fn report(counters: &AggregatorCounters) -> Result<(), Fault> {
 
 impl AggregateArgs {
     fn config(&self) -> Result<AggregatorConfig, Fault> {
-        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
-        let given = |name: &str| match name {
-            "GRADWIRE_JOB" => self.job.clone(),
-            "GRADWIRE_BROKER" => self.broker.clone(),
-            "GRADWIRE_SECRET_FILE" => path(&self.secret_file),
-            "GRADWIRE_BROKER_TOKEN_FILE" => path(&self.token_file),
-            _ => None,
-        };
-        // A file that is given here counts, whatever the environment says.
-        let hidden = |name: &str| {
-            name == "GRADWIRE_SECRET" && self.secret_file.is_some()
-                || name == "GRADWIRE_BROKER_TOKEN" && self.token_file.is_some()
-        };
-        let variables = |name: &str| {
-            if hidden(name) {
-                return None;
-            }
-            given(name).or_else(|| std::env::var(name).ok()).filter(|value| !value.is_empty())
-        };
         let late = self.late.map(|late| match late {
             Late::Reject => LatePolicy::Reject,
             Late::Carry => LatePolicy::Carry,
@@ -154,16 +125,7 @@ impl AggregateArgs {
             expected: Expected { contributors: self.contributors, quorum: self.quorum, late },
             piece_bytes: self.piece_bytes,
             memory_bytes_max: self.memory,
-            ..AggregatorConfig::new(gradwire::env::federated_job(&variables)?)
+            ..AggregatorConfig::new(self.job.config()?)
         })
-    }
-}
-
-fn broker_url(text: &str) -> Result<String, String> {
-    match text.parse()? {
-        BrokerChoice::Url(url) => Ok(url),
-        BrokerChoice::Embedded => {
-            Err("give the URL of a broker that runs, such as pulsar://broker.example:6650".to_owned())
-        }
     }
 }

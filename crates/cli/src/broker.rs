@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use gradwire_control::{BrokerConfig, BrokerTls, BrokerToken, EmbeddedBroker};
+use gradwire_control::{BrokerConfig, BrokerTls, EmbeddedBroker, Token};
 use gradwire_proto::Fault;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -115,7 +115,7 @@ fn config(args: &BrokerArgs) -> Result<BrokerConfig, String> {
     let tls = args.tls_cert.clone().zip(args.tls_key.clone());
     let mut config = BrokerConfig::new(args.listen);
     config.advertise.clone_from(&args.advertise);
-    config.token = args.token_file.clone().map(BrokerToken::file);
+    config.token = args.token_file.clone().map(Token::File);
     config.tls = tls.map(|(certificate, key)| BrokerTls { certificate, key, client_ca: args.tls_client_ca.clone() });
     config.data_dir.clone_from(&args.data_dir);
     config.fsync = args.fsync;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use gradwire_control::{JobConfig, JobName, ModelVersion, Token};
+use gradwire_control::{JobConfig, JobName, ModelVersion};
 use gradwire_proto::{Fault, FaultKind};
 
 use crate::args::BrokerChoice;
@@ -43,33 +43,26 @@ impl JobArgs {
             let detail = "--broker embedded: that broker ends with its job; name one that runs, by its URL";
             return Err(Fault::new(FaultKind::InvalidArgument, detail));
         };
-        let mut broker = gradwire::env::access(url.clone(), &variable)?;
-        if let Some(path) = &self.broker_token_file {
-            let token = Token::File(path.clone());
-            token.read()?;
-            broker.token = Some(token);
-        }
-        if let Some(path) = &self.broker_ca {
-            broker.trust = Some(path.clone());
-        }
-        let from_flag = |name: &str| match (name, &self.secret_file) {
-            ("GRADWIRE_SECRET", Some(_)) => None,
-            ("GRADWIRE_SECRET_FILE", Some(path)) => Some(path.display().to_string()),
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
+        // A file that is given counts, whatever the environment says.
+        let variables = |name: &str| match name {
+            "GRADWIRE_JOB" => Some(self.job.to_string()),
+            "GRADWIRE_MODEL_VERSION" => self.model_version.as_ref().map(ToString::to_string),
+            "GRADWIRE_TENANT" => Some(self.tenant.clone()),
+            "GRADWIRE_BROKER" => Some(url.clone()),
+            "GRADWIRE_BROKER_CA" => path(&self.broker_ca),
+            "GRADWIRE_BROKER_TOKEN" if self.broker_token_file.is_some() => None,
+            "GRADWIRE_BROKER_TOKEN_FILE" => path(&self.broker_token_file).or_else(|| variable(name)),
+            "GRADWIRE_SECRET" if self.secret_file.is_some() => None,
+            "GRADWIRE_SECRET_FILE" => path(&self.secret_file).or_else(|| variable(name)),
             _ => variable(name),
         };
-        let secret = gradwire::env::secret(&from_flag)?.ok_or_else(|| {
-            let detail = "the job's secret is missing, by which its records are checked: set GRADWIRE_SECRET, or give \
-                          --secret-file (a launcher uses the one that it is given, else one that nobody else knows)";
-            Fault::new(FaultKind::SecretMissing, detail)
-        })?;
-        // Reading takes no instance: it stands for this process alone.
-        let mut instance = [0; 16];
-        getrandom::fill(&mut instance)
-            .map_err(|error| Fault::new(FaultKind::System, format!("the system gives no random bytes: {error}")))?;
-        let mut config = JobConfig::new(self.job.clone(), instance, secret, broker);
-        config.model_version.clone_from(&self.model_version);
-        config.tenant.clone_from(&self.tenant);
-        Ok(config)
+        gradwire::env::job(&variables).map_err(|mut fault| {
+            if fault.kind == FaultKind::SecretMissing {
+                fault.detail.push_str(", or give --secret-file");
+            }
+            fault
+        })
     }
 }
 

@@ -1,19 +1,22 @@
 //! How a broker is reached: its URL, what is shown to it, and whom to trust.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 
 use gradwire_proto::{Fault, FaultKind};
 
 /// Longest token that is read from a file.
 const TOKEN_BYTES_MAX: usize = 64 << 10;
 
-/// What to show to the broker (authentication method `token`).
+/// What a client shows to its broker, and a broker wants to see (authentication method `token`).
 #[derive(Clone, PartialEq, Eq)]
 pub enum Token {
-    /// This text.
+    /// This text: one word.
     Text(String),
-    /// What this file holds when a link is opened, so that a token can be renewed while a job runs.
+    /// The word that this file holds when a link is opened, so that a token can be renewed while a job or a broker
+    /// runs. What is connected already stays.
     File(PathBuf),
 }
 
@@ -32,22 +35,47 @@ impl Token {
     /// # Errors
     /// [`FaultKind::InvalidArgument`] that names the file, when it cannot be read or does not hold one word.
     pub fn read(&self) -> Result<String, Fault> {
-        let path = match self {
-            Self::Text(text) => return Ok(text.clone()),
-            Self::File(path) => path,
-        };
-        let wrong = |reason: String| {
-            let detail = format!("the broker's token cannot be read from '{}': {reason}", path.display());
-            Fault::new(FaultKind::InvalidArgument, detail)
-        };
-        let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
-        let token = text.trim();
-        let plain = |c: char| !c.is_whitespace() && !c.is_control();
-        if token.is_empty() || token.len() > TOKEN_BYTES_MAX || !token.chars().all(plain) {
-            return Err(wrong(format!("it must hold one word of at most {TOKEN_BYTES_MAX} bytes")));
+        match self {
+            Self::Text(text) => Ok(text.clone()),
+            Self::File(path) => read_word(path, TOKEN_BYTES_MAX).map_err(|reason| {
+                let detail = format!("the broker's token cannot be read from '{}': {reason}", path.display());
+                Fault::new(FaultKind::InvalidArgument, detail)
+            }),
         }
-        Ok(token.to_owned())
     }
+}
+
+impl From<String> for Token {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<&str> for Token {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+/// The one word that a file holds.
+pub(crate) fn read_word(path: &Path, bytes_max: usize) -> Result<String, String> {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(2 * bytes_max as u64).read_to_string(&mut text));
+    read.map_err(|error| error.to_string())?;
+    let word = text.trim();
+    check_word(word, bytes_max)?;
+    Ok(word.to_owned())
+}
+
+/// Whether this is one word.
+pub(crate) fn check_word(word: &str, bytes_max: usize) -> Result<(), String> {
+    if word.is_empty() {
+        return Err("it is empty".to_owned());
+    }
+    if word.len() > bytes_max || word.chars().any(|c| c.is_whitespace() || c.is_control()) {
+        return Err(format!("it is not one word of at most {bytes_max} bytes"));
+    }
+    Ok(())
 }
 
 /// How to reach a broker.
@@ -105,7 +133,7 @@ mod tests {
         assert_eq!(token.read().unwrap(), "first");
         std::fs::write(&path, "second").unwrap();
         assert_eq!(token.read().unwrap(), "second");
-        for bad in ["", "two words", "a\u{7}"] {
+        for bad in ["", "\n", "two words", "two\nlines", "a\u{7}", &"x".repeat(3 * TOKEN_BYTES_MAX)] {
             std::fs::write(&path, bad).unwrap();
             let fault = token.read().unwrap_err();
             assert!(fault.detail.contains(&path.display().to_string()), "{fault}");

@@ -26,7 +26,7 @@ mod supervise;
 mod worker;
 
 pub use access::{BrokerAccess, Token};
-pub use broker::{BrokerConfig, BrokerTls, BrokerToken, EmbeddedBroker};
+pub use broker::{BrokerConfig, BrokerTls, EmbeddedBroker};
 pub use copies::{CopyRequest, CopyStats, CopyStore, Held, PIECE_BYTES_DEFAULT, ShardVersion};
 pub use gradwire_proto::membership::{Member, View};
 pub use job::{JobConfig, JobName, ModelVersion, Topic, broker_token};

@@ -88,14 +88,14 @@ pub struct Seat {
     pub launcher: Launcher,
 }
 
-/// Reads from variables which job a process of the federated mode takes part in: `GRADWIRE_JOB`, the secret and the broker
-/// have to be there. Without `GRADWIRE_INSTANCE` the instance is made of the job's name, so that whoever takes part finds
-/// the others, wherever and whenever it was started.
+/// Reads from variables which job a process is about that is no rank: of the federated mode, or one that reads the job's
+/// records. `GRADWIRE_JOB`, the secret and the broker have to be there. Without `GRADWIRE_INSTANCE` the instance is made
+/// of the job's name, so that whoever takes part finds the others, wherever and whenever it was started.
 ///
 /// # Errors
 /// [`FaultKind::InvalidArgument`], [`FaultKind::SecretMissing`], [`FaultKind::BrokerUnreachable`]: a variable is wrong or
 /// missing.
-pub fn federated_job(variables: Variables<'_>) -> Result<JobConfig, Fault> {
+pub fn job(variables: Variables<'_>) -> Result<JobConfig, Fault> {
     let given = Given::read(variables)?;
     let missing = |kind, what: &str| Fault::new(kind, format!("{what} is not set: set it for all who take part"));
     let job = given.job.ok_or_else(|| missing(FaultKind::InvalidArgument, "GRADWIRE_JOB"))?;

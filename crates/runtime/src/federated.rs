@@ -32,7 +32,7 @@ use crate::Fault;
 /// `GRADWIRE_BROKER` and the rest of [`crate::env`]'s variables. Empty ones count as not set.
 ///
 /// # Errors
-/// Those of [`crate::env::federated_job`].
+/// Those of [`crate::env::job`].
 pub fn job_from_env() -> Result<JobConfig, Fault> {
-    crate::env::federated_job(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+    crate::env::job(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }

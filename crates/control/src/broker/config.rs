@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::tls::BrokerTls;
-use super::token::BrokerToken;
+use crate::access::Token;
 
 /// What an [`EmbeddedBroker`](super::EmbeddedBroker) listens on, admits and holds.
 #[derive(Clone, Debug)]
@@ -16,7 +16,7 @@ pub struct BrokerConfig {
     pub advertise: Option<String>,
     /// What clients must show (authentication method `token`). Without it, everyone who reaches the port is admitted,
     /// or everyone who shows a certificate where [`BrokerTls::client_ca`] asks for one.
-    pub token: Option<BrokerToken>,
+    pub token: Option<Token>,
     /// Makes the port speak TLS, and only that.
     pub tls: Option<BrokerTls>,
     /// Where topics are kept; made if it is not there. Without it they are in memory only.

@@ -53,7 +53,6 @@ use tokio_rustls::TlsAcceptor;
 pub use config::{BrokerConfig, TopicPolicy};
 pub use stats::{BrokerStats, ConsumerStats, SubscriptionStats, TopicStats};
 pub use tls::BrokerTls;
-pub use token::BrokerToken;
 
 /// How often a refused `accept` (out of descriptors) is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);

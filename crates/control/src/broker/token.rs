@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::fs;
-use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -13,52 +12,14 @@ use std::sync::{Mutex, PoisonError};
 use gradwire_proto::secret::PROOF_BYTES;
 use gradwire_proto::{Fault, FaultKind, Secret};
 
+use crate::access::{Token, check_word, read_word};
+
 /// Longest token.
 const TOKEN_BYTES_MAX: usize = 4096;
 /// What the digest is made for.
 const TOKEN_DIGEST: &str = "gradwire broker token digest";
 /// The authentication method of Pulsar's clients that goes with a token.
 const METHOD: &str = "token";
-
-/// What clients must show (authentication method `token`): a text, or a file that holds one.
-#[derive(Clone)]
-pub struct BrokerToken(Source);
-
-#[derive(Clone)]
-enum Source {
-    Text(String),
-    File(PathBuf),
-}
-
-impl BrokerToken {
-    /// A token in a file: one word. The file is read again when it has changed, each time that a client connects; what
-    /// is connected already stays.
-    #[must_use]
-    pub fn file(path: impl Into<PathBuf>) -> Self {
-        Self(Source::File(path.into()))
-    }
-}
-
-impl From<String> for BrokerToken {
-    fn from(token: String) -> Self {
-        Self(Source::Text(token))
-    }
-}
-
-impl From<&str> for BrokerToken {
-    fn from(token: &str) -> Self {
-        Self(Source::Text(token.to_owned()))
-    }
-}
-
-impl fmt::Debug for BrokerToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Source::Text(_) => f.write_str("BrokerToken(..)"),
-            Source::File(path) => write!(f, "BrokerToken({})", path.display()),
-        }
-    }
-}
 
 /// Decides about clients.
 pub(super) struct Admission {
@@ -87,15 +48,16 @@ struct FileVersion {
 impl Admission {
     /// # Errors
     /// When the token's file cannot be read or holds no token; when the token is empty or has spaces.
-    pub(super) fn new(token: Option<&BrokerToken>, certificates: bool) -> Result<Self, Fault> {
+    pub(super) fn new(token: Option<&Token>, certificates: bool) -> Result<Self, Fault> {
         let key = Secret::from_bytes([0x5a; 32]);
-        let (file, known) = match token.map(|BrokerToken(source)| source) {
+        let (file, known) = match token {
             None => (None, None),
-            Some(Source::Text(token)) => {
-                check(token).map_err(|what| invalid(format!("the broker's token {what}")))?;
+            Some(Token::Text(token)) => {
+                check_word(token, TOKEN_BYTES_MAX)
+                    .map_err(|what| invalid(format!("the broker's token is no token: {what}")))?;
                 (None, Some(Known { digest: digest(&key, token), version: None }))
             }
-            Some(Source::File(path)) => {
+            Some(Token::File(path)) => {
                 let (token, version) = read(path).map_err(invalid)?;
                 // A pipe is read once: it has nothing to say the second time.
                 let file = version.map(|_| path.clone());
@@ -180,25 +142,11 @@ fn digest(key: &Secret, token: &str) -> [u8; PROOF_BYTES] {
 /// The token in a file, and which version of the file it was read from.
 fn read(path: &Path) -> Result<(String, Option<FileVersion>), String> {
     let shown = path.display();
-    let failed = |error| format!("cannot read the token from {shown}: {error}");
     // Taken before the file is read: what is written in between is noticed the next time.
-    let version = FileVersion::of(path).map_err(failed)?;
-    let mut text = String::new();
-    let bytes_max = 2 * TOKEN_BYTES_MAX as u64;
-    fs::File::open(path).and_then(|file| file.take(bytes_max).read_to_string(&mut text)).map_err(failed)?;
-    let token = text.trim();
-    check(token).map_err(|what| format!("{shown} does not hold a token: it {what}"))?;
-    Ok((token.to_owned(), version))
-}
-
-fn check(token: &str) -> Result<(), String> {
-    if token.is_empty() {
-        return Err("is empty".to_owned());
-    }
-    if token.len() > TOKEN_BYTES_MAX || token.chars().any(|c| c.is_whitespace() || c.is_control()) {
-        return Err(format!("is not one word of at most {TOKEN_BYTES_MAX} bytes"));
-    }
-    Ok(())
+    let version = FileVersion::of(path).map_err(|error| format!("cannot read the token from {shown}: {error}"))?;
+    let token =
+        read_word(path, TOKEN_BYTES_MAX).map_err(|what| format!("cannot read the token from {shown}: {what}"))?;
+    Ok((token, version))
 }
 
 fn invalid(detail: String) -> Fault {
@@ -214,14 +162,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         fs::write(&path, "  abc\n").unwrap();
-        let admission = Admission::new(Some(&BrokerToken::file(&path)), false).unwrap();
+        let admission = Admission::new(Some(&Token::File(path.clone())), false).unwrap();
         admission.check("token", b"abc").unwrap();
         for bad in ["", "\n", "a b", "a\nb", &"x".repeat(TOKEN_BYTES_MAX + 1), &"x".repeat(3 * TOKEN_BYTES_MAX)] {
             fs::write(&path, bad).unwrap();
-            let fault = Admission::new(Some(&BrokerToken::file(&path)), false).unwrap_err();
+            let fault = Admission::new(Some(&Token::File(path.clone())), false).unwrap_err();
             assert!(fault.detail.contains(path.to_str().unwrap()), "{fault}");
         }
-        let fault = Admission::new(Some(&BrokerToken::file("/nonexistent/token")), false).unwrap_err();
+        let fault = Admission::new(Some(&Token::File("/nonexistent/token".into())), false).unwrap_err();
         assert!(fault.detail.contains("/nonexistent/token"), "{fault}");
         assert_eq!(Admission::new(Some(&"".into()), false).unwrap_err().kind, FaultKind::InvalidArgument);
     }
@@ -251,7 +199,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         fs::write(&path, "first").unwrap();
-        let admission = Admission::new(Some(&BrokerToken::file(&path)), false).unwrap();
+        let admission = Admission::new(Some(&Token::File(path.clone())), false).unwrap();
         admission.check("token", b"first").unwrap();
         // As careful programs do it: a new file takes the old one's place.
         let new = directory.path().join("new");
@@ -271,7 +219,7 @@ mod tests {
 
     #[test]
     fn nothing_prints_a_token() {
-        let token = BrokerToken::from("hush");
+        let token = Token::from("hush");
         let admission = Admission::new(Some(&token), false).unwrap();
         assert!(!format!("{token:?} {admission:?}").contains("hush"));
     }

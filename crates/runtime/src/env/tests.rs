@@ -274,7 +274,7 @@ fn a_federated_job_needs_a_name_a_secret_and_a_broker() {
             let found = all.iter().enumerate().find(|(index, (known, _))| *index != left_out && *known == name)?;
             Some(found.1.1.to_owned())
         };
-        federated_job(&variables)
+        super::job(&variables)
     };
     let job = read(usize::MAX).unwrap();
     assert_eq!(job.instance, gradwire_control::federated::federated_instance(&job.job, None));
