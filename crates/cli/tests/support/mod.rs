@@ -47,7 +47,9 @@ pub(crate) struct Launcher {
 
 /// A `gradwire` command, without what an outer job may have set.
 pub(crate) fn gradwire() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_gradwire"));
+    // Where the tests run under nohup, hang-ups are ignored, and gradwire would leave it at that.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_gradwire")]);
     for (name, _) in std::env::vars_os() {
         let name_text = name.to_string_lossy();
         if ["GRADWIRE_", "OMPI_", "PMI", "SLURM_"].iter().any(|prefix| name_text.starts_with(prefix))
