@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use super::transmit::MessageBytes;
 use super::*;
 use crate::dtype::{DType, ReduceOp, WireFormat};
-use crate::frame::{FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, Location};
+use crate::frame::{FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location};
+use crate::ids::{Attempt, Epoch};
 use crate::limits::FRAME_HEADER_BYTES;
 use crate::manifest::Declaration;
 
