@@ -69,11 +69,13 @@ pub enum FaultKind {
     Diverged = 27,
     /// Commits could not be published within their bound.
     Unrecorded = 28,
+    /// A rank was lost in this step, which is to be repeated from its beginning.
+    StepAborted = 29,
 }
 
 impl FaultKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::InvalidArgument,
         Self::UndeclaredTensor,
         Self::TensorBusy,
@@ -102,6 +104,7 @@ impl FaultKind {
         Self::Removed,
         Self::Diverged,
         Self::Unrecorded,
+        Self::StepAborted,
     ];
 
     /// The kind with this code.

@@ -43,10 +43,20 @@ pub enum FrameKind {
     Ready = 9,
     /// Answers a NACK for results that cannot be had yet. Body: a bitmap of the ranks whose contributions are missing.
     Waiting = 10,
+    /// The sender is there.
+    Heartbeat = 11,
+    /// The sender has all results of the step that is its `step`-th commit, counted from 0.
+    HasAll = 12,
+    /// The sender has entered `epoch` after `step` commits and `unit_count` declaration rounds. `location.region` is
+    /// where the receiver's contributions are to be written. Body: for each tensor without elements that was posted
+    /// since the last commit, its index (4 bytes) and the step that it is at (8 bytes).
+    Sync = 13,
+    /// The sender has every member's Sync: it may be sent everything.
+    Synced = 14,
 }
 
 impl FrameKind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 14] = [
         Self::Contribution,
         Self::Result,
         Self::Ack,
@@ -57,6 +67,10 @@ impl FrameKind {
         Self::Manifest,
         Self::Ready,
         Self::Waiting,
+        Self::Heartbeat,
+        Self::HasAll,
+        Self::Sync,
+        Self::Synced,
     ];
 }
 
@@ -69,7 +83,11 @@ pub const FLAG_NACK_RESULT: u8 = 4;
 /// Set in [`FrameHeader::flags`] when [`FrameHeader::payload_crc`] covers the payload. Links that cross a wire always
 /// set it; inside one host's memory it is a setting.
 pub const FLAG_CHECKED: u8 = 8;
-const FLAGS_KNOWN: u8 = FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT | FLAG_CHECKED;
+/// Set in [`FrameHeader::flags`] of a Sync whose sender is committing its step, and has all results of it.
+pub const FLAG_HAS_ALL: u8 = 16;
+/// Set in [`FrameHeader::flags`] of a Sync whose sender cannot do its part of its step again.
+pub const FLAG_STUCK: u8 = 32;
+const FLAGS_KNOWN: u8 = FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT | FLAG_CHECKED | FLAG_HAS_ALL | FLAG_STUCK;
 
 /// Binds frames to one job: 16 bytes that every rank of it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

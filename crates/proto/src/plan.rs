@@ -1,7 +1,7 @@
 //! The layout that every rank derives alike from the agreed declarations: which tensors share a bucket, how buckets
 //! are cut into shards and units, and which rank owns each.
 //!
-//! Everything here is a pure function of (declarations, world size). A bucket is cut into one block per owner, in
+//! Everything here is a pure function of (declarations, members). A bucket is cut into one block per owner, in
 //! rotated order so that small buckets do not all fall to rank 0; a block into shards; a shard, where several tensors
 //! meet in it, into units.
 
@@ -53,7 +53,7 @@ pub struct BucketPlan {
     pub elements: u64,
     /// Its units, contiguous, in the order of their elements.
     pub units: Range<u32>,
-    /// For each rank, the units that it owns: contiguous.
+    /// By rank: the units that it owns, contiguous. None for ranks that are no members.
     pub owned: Vec<Range<u32>>,
     /// Contributions are read from, and results placed into, the tensor's own memory: there is one tensor, and it
     /// travels as it is. Otherwise the bucket has staging memory.
@@ -105,8 +105,8 @@ pub struct UnitPlan {
 /// The layout of everything declared so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// How many ranks there are.
-    pub world_size: u32,
+    /// The ranks that share the work, ascending.
+    pub members: Vec<Rank>,
     /// By [`TensorId`].
     pub tensors: Vec<TensorPlan>,
     /// By [`BucketId`].
@@ -116,10 +116,16 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan with nothing declared.
+    /// A plan for these ranks, ascending, with nothing declared.
     #[must_use]
-    pub const fn new(world_size: u32) -> Self {
-        Self { world_size, tensors: Vec::new(), buckets: Vec::new(), units: Vec::new() }
+    pub const fn new(members: Vec<Rank>) -> Self {
+        Self { members, tensors: Vec::new(), buckets: Vec::new(), units: Vec::new() }
+    }
+
+    /// The length of arrays by rank.
+    #[must_use]
+    pub fn ranks(&self) -> usize {
+        self.members.last().map_or(0, |last| last.index() + 1)
     }
 
     /// The tensor.
@@ -159,6 +165,16 @@ impl Plan {
         }
     }
 
+    /// Forgets all tensors but the first `tensors`, which must be those of whole rounds.
+    pub fn truncate(&mut self, tensors: usize) {
+        self.tensors.truncate(tensors);
+        let is_kept = |bucket: &BucketPlan, units: &[UnitPlan]| {
+            units.get(bucket.units.start as usize).is_some_and(|unit| unit.tensor.index() < tensors)
+        };
+        self.buckets.retain(|bucket| is_kept(bucket, &self.units));
+        self.units.truncate(self.buckets.last().map_or(0, |bucket| bucket.units.end as usize));
+    }
+
     fn add_bucket(&mut self, declaration: &Declaration, members: &[TensorId]) {
         let id = BucketId(self.buckets.len() as u32);
         let mut elements = 0;
@@ -179,7 +195,7 @@ impl Plan {
             reduce: declaration.reduce,
             elements,
             units: first_unit..first_unit,
-            owned: alloc::vec![first_unit..first_unit; self.world_size as usize],
+            owned: alloc::vec![first_unit..first_unit; self.ranks()],
             direct,
             acked: direct || declaration.collective != Collective::AllReduce,
         };
@@ -190,7 +206,7 @@ impl Plan {
 
     /// Cuts a bucket into blocks, shards and units.
     fn cut(&mut self, id: BucketId, bucket: &mut BucketPlan, members: &[TensorId]) {
-        let blocks = blocks(id, bucket, self.world_size);
+        let blocks = blocks(id, bucket, &self.members);
         let mut members = members.iter().copied().peekable();
         let mut taken = 0; // of the member at the front
         let mut shard = 0;
@@ -242,26 +258,33 @@ impl Plan {
         self.units.push(unit);
     }
 
-    /// Block `rank` of a tensor as [`Collective::ReduceScatter`] and [`Collective::AllGather`] cut it, in elements.
+    /// Block `index` of a tensor as [`Collective::ReduceScatter`] and [`Collective::AllGather`] cut it for `count`
+    /// members, in elements. The n-th member has block n.
     #[must_use]
-    pub fn block(elements: u64, world_size: u32, rank: Rank) -> Range<u64> {
-        let size = elements.div_ceil(u64::from(world_size));
-        let start = (size * u64::from(rank.0)).min(elements);
+    pub fn block(elements: u64, count: usize, index: usize) -> Range<u64> {
+        let size = elements.div_ceil(count as u64);
+        let start = (size * index as u64).min(elements);
         start..(start + size).min(elements)
     }
 }
 
 /// The blocks of a bucket with their owners, in the order of their elements. At least one, even of nothing.
-fn blocks(id: BucketId, bucket: &BucketPlan, world_size: u32) -> Vec<(Rank, Range<u64>)> {
+fn blocks(id: BucketId, bucket: &BucketPlan, members: &[Rank]) -> Vec<(Rank, Range<u64>)> {
+    let among = members.len() as u64;
     match bucket.collective {
-        Collective::Broadcast { root } => alloc::vec![(root, 0..bucket.elements)],
+        Collective::Broadcast { root } => {
+            // Where the root is gone, operations on the bucket are refused; somebody owns its units all the same.
+            let root = if members.contains(&root) { root } else { members[0] };
+            alloc::vec![(root, 0..bucket.elements)]
+        }
         Collective::ReduceScatter | Collective::AllGather => {
-            (0..world_size).map(Rank).map(|rank| (rank, Plan::block(bucket.elements, world_size, rank))).collect()
+            let block = |index| Plan::block(bucket.elements, members.len(), index);
+            members.iter().enumerate().map(|(index, rank)| (*rank, block(index))).collect()
         }
         Collective::AllReduce => {
-            let size = bucket.elements.div_ceil(u64::from(world_size)).next_multiple_of(SHARD_ELEMENTS_MULTIPLE).max(1);
+            let size = bucket.elements.div_ceil(among).next_multiple_of(SHARD_ELEMENTS_MULTIPLE).max(1);
             let count = bucket.elements.div_ceil(size).max(1);
-            let owner = |index: u64| Rank(((index + u64::from(id.0)) % u64::from(world_size)) as u32);
+            let owner = |index: u64| members[((index + u64::from(id.0)) % among) as usize];
             (0..count).map(|i| (owner(i), i * size..((i + 1) * size).min(bucket.elements))).collect()
         }
     }

@@ -5,7 +5,7 @@ use alloc::format;
 use alloc::vec::Vec;
 use core::mem;
 
-use super::state::{BucketState, Outgoing, TensorState};
+use super::state::{BucketState, Outgoing, PeerState, TensorState};
 use super::{Event, Session, name_ranks};
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FrameHeader, Location};
@@ -22,7 +22,7 @@ pub(super) struct Round {
     /// The manifests were complete and are with the driver.
     reported: bool,
     /// This rank is prepared.
-    prepared: bool,
+    pub(super) prepared: bool,
 }
 
 impl Session {
@@ -98,13 +98,14 @@ impl Session {
     /// Every rank's encoded manifest, by rank, after [`Event::Manifests`].
     pub fn take_manifests(&mut self) -> Vec<Vec<u8>> {
         let own = self.declaring.as_ref().map(|round| round.manifest.clone()).unwrap_or_default();
-        let mut manifests: Vec<Vec<u8>> = self.peers.iter_mut().map(|peer| mem::take(&mut peer.manifest)).collect();
-        for peer in &mut self.peers {
+        let take = |(peer, rank): (&mut PeerState, Rank)| {
             peer.manifest_len = None;
-        }
+            let manifest = mem::take(&mut peer.manifest);
+            // Whoever is no member has no say.
+            if rank != self.config.rank && self.members.contains(&rank) { manifest } else { own.clone() }
+        };
         self.rounds_taken += 1;
-        manifests[self.config.rank.index()] = own;
-        manifests
+        self.peers.iter_mut().zip((0..).map(Rank)).map(take).collect()
     }
 
     /// Adds the agreed declarations to the plan and tells every peer where its contributions are to be written
@@ -120,9 +121,11 @@ impl Session {
 
     /// Lays out the agreed declarations: the plan grows by them. Returns the index of the first new bucket.
     pub fn lay_out(&mut self, declarations: &[Declaration]) -> u32 {
+        self.drop_unfinished_round();
         let first = self.plan.buckets.len();
         self.plan.extend(declarations);
-        let world = self.config.world_size as usize;
+        self.declared.push(declarations.to_vec());
+        let world = self.peers.len();
         while self.tensors.len() < self.plan.tensors.len() {
             self.tensors.push(TensorState::new(self.config.first_step, world));
         }
@@ -130,8 +133,8 @@ impl Session {
             let tensors = self.plan.units[bucket.units.start as usize..bucket.units.end as usize]
                 .chunk_by(|a, b| a.tensor == b.tensor)
                 .count();
-            let state = BucketState::new(bucket, tensors as u32, self.config.rank, world, self.config.first_step);
-            self.buckets.push(state);
+            let step = |_| self.config.first_step;
+            self.buckets.push(BucketState::new(bucket, tensors as u32, self.config.rank, world, step));
             self.priorities.push(i32::MIN);
         }
         for tensor in &self.plan.tensors {
@@ -171,10 +174,37 @@ impl Session {
     fn check_prepared(&mut self) {
         let ready = self.others().all(|peer| self.peers[peer.index()].rounds_ready > self.rounds);
         if ready && self.declaring.as_ref().is_some_and(|round| round.prepared) {
-            self.declaring = None;
-            self.rounds += 1;
-            self.events.push_back(Event::Prepared);
+            self.end_round();
         }
+    }
+
+    pub(super) fn end_round(&mut self) {
+        self.declaring = None;
+        self.rounds += 1;
+        self.events.push_back(Event::Prepared);
+    }
+
+    /// A round that was laid out, and that some member of an earlier epoch did not see to its end, begins anew.
+    fn drop_unfinished_round(&mut self) {
+        if self.declared.len() <= self.rounds as usize {
+            return;
+        }
+        self.declared.truncate(self.rounds as usize);
+        let tensors = self.declared.iter().map(Vec::len).sum();
+        self.plan.truncate(tensors);
+        self.tensors.truncate(tensors);
+        self.buckets.truncate(self.plan.buckets.len());
+        self.priorities.truncate(self.plan.buckets.len());
+    }
+
+    /// Begins the round in progress anew, among other members.
+    pub(super) fn restart_round(&mut self) {
+        let Some(round) = &mut self.declaring else { return };
+        (round.reported, round.prepared) = (false, false);
+        for peer in self.others() {
+            self.outgoing.push_back(Outgoing::Manifest { peer, offset: 0 });
+        }
+        self.check_manifests();
     }
 
     /// Which round is in progress, or comes next.

@@ -3,7 +3,7 @@
 use alloc::format;
 
 use super::state::Outgoing;
-use super::{Event, Session};
+use super::{Event, Recovery, Session};
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, TensorId};
 
@@ -43,8 +43,10 @@ impl Session {
         }
         if left {
             self.check_departed_all();
-        } else {
+        } else if self.config.recovery == Recovery::Fail {
             self.fail(fault);
+        } else {
+            self.lose(peer, fault);
         }
     }
 
@@ -57,7 +59,7 @@ impl Session {
         }
         if let Some(round) = &self.declaring {
             let gone = self.others().find(|peer| self.peers[peer.index()].left && self.is_behind(round, *peer));
-            if let Some(rank) = gone {
+            if let Some(rank) = gone.filter(|_| self.config.recovery == Recovery::Fail) {
                 let detail = format!("{rank} left the job while the other ranks were declaring tensors");
                 self.fail(Fault::new(FaultKind::RankLeft, detail).at(rank));
             }
@@ -68,7 +70,7 @@ impl Session {
     pub(super) fn check_departed(&mut self, tensor: TensorId) {
         for peer in self.others() {
             let state = &self.peers[peer.index()];
-            if !state.left || self.fault.is_some() {
+            if !state.left || self.fault.is_some() || self.config.recovery != Recovery::Fail {
                 continue;
             }
             let down = state.down;
@@ -91,7 +93,7 @@ impl Session {
         let plan = self.plan.tensor(tensor);
         let state = &self.buckets[plan.bucket.index()];
         let step = self.tensors[tensor.index()].step;
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let contributes = self.plan.bucket(plan.bucket).contributes();
         let acked = self.tensors[tensor.index()].acks.get(peer.index());
         (plan.units.start.max(state.owned.start)..plan.units.end.min(state.owned.end))
@@ -135,7 +137,7 @@ impl Session {
     /// Ranks whose contributions this rank, as owner, waits for in the tensor's current step.
     pub(super) fn missing_contributors(&self, tensor: TensorId) -> impl Iterator<Item = Rank> + '_ {
         let inactive = !self.tensors[tensor.index()].active;
-        (0..self.config.world_size).map(Rank).filter(move |rank| {
+        self.members.iter().copied().filter(move |rank| {
             if *rank == self.config.rank { inactive } else { self.lacks_contribution(tensor, *rank) }
         })
     }

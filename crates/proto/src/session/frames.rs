@@ -30,7 +30,7 @@ impl Session {
         if self.fault.is_some() {
             return Ok(Admission::Discard);
         }
-        if header.epoch != self.config.epoch {
+        if header.epoch != self.config.epoch || self.syncing || self.peers[peer.index()].removed {
             self.reject_stale(peer);
             return Ok(Admission::Discard);
         }
@@ -84,7 +84,7 @@ impl Session {
     fn is_contribution_fresh(&self, peer: Rank, header: &FrameHeader) -> Result<bool, Fault> {
         let contributes = self.plan.bucket(header.bucket).contributes();
         let state = &self.buckets[header.bucket.index()];
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let mut fresh = true;
         for unit in run(header) {
             let own = (unit.0 - state.owned.start) as usize;
@@ -268,14 +268,21 @@ impl Session {
         if self.fault.is_some() {
             return Ok(());
         }
-        if header.epoch != self.config.epoch {
-            self.reject_stale(peer);
-            return Ok(());
-        }
         if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {
             return Err(Fault::violation(peer, "a message whose body does not match its header"));
         }
+        let removed = self.peers[peer.index()].removed;
+        // A peer may enter an epoch before this rank hears of it.
+        let early = header.kind == FrameKind::Sync && header.epoch > self.config.epoch;
+        if removed || header.epoch != self.config.epoch && !early {
+            self.reject_stale(peer);
+            return Ok(());
+        }
         match header.kind {
+            FrameKind::Heartbeat => Ok(()),
+            FrameKind::Sync => self.handle_sync(peer, header, body, now),
+            FrameKind::Synced => self.handle_synced(peer),
+            FrameKind::HasAll => self.handle_has_all(peer, header),
             FrameKind::Ack => self.handle_ack(peer, header, now),
             FrameKind::Nack => self.handle_nack(peer, header, body),
             FrameKind::Waiting => self.handle_waiting(peer, header, body, now),
@@ -325,7 +332,7 @@ impl Session {
                 self.tensors[tensor.index()].results_to_send -= 1;
             }
             if !bucket.contributes() {
-                state.forget_arrival(own, self.config.world_size as usize, peer);
+                state.forget_arrival(own, self.peers.len(), peer);
             }
         }
         if bucket.collective == Collective::ReduceScatter {
@@ -398,7 +405,7 @@ impl Session {
     fn handle_waiting(&mut self, peer: Rank, header: &FrameHeader, body: &[u8], now: u64) -> Result<(), Fault> {
         self.check_range(peer, header)?;
         let tensor = self.plan.unit(header.unit_first).tensor;
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let state = &mut self.tensors[tensor.index()];
         if !state.active || state.step != header.step {
             return Ok(());

@@ -11,12 +11,15 @@
 //! 4. take its events: [`Session::poll_event`];
 //! 5. sleep no longer than [`Session::poll_timeout`].
 //!
+//! Where members may change, see [`epoch`].
+//!
 //! Invariants: a unit's contribution of a step is counted once per rank; a unit is reduced only with all
 //! contributions of one step; nothing is accepted twice, and nothing of another epoch or step. A fault is latched:
 //! after [`Event::Failed`] the session accepts nothing, and tells every peer why.
 
 mod declare;
 mod departure;
+mod epoch;
 mod frames;
 mod state;
 #[cfg(test)]
@@ -28,24 +31,29 @@ mod types;
 use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::string::String;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
+use crate::manifest::Declaration;
 use crate::ids::{BucketId, Rank, Step, TensorId, UnitIndex};
 use crate::plan::Plan;
 
 pub use frames::Admission;
-use state::{BucketState, Outgoing, PeerState, TensorState};
+use state::{BucketState, Outgoing, PeerState, Sync, TensorState};
 pub use transmit::MessageBytes;
-pub use types::{Counters, Data, Event, Rejected, SessionConfig, Timing, Transmit, Work};
+pub use types::{Counters, Data, Event, Recovery, Rejected, SessionConfig, Timing, Transmit, Work};
 
 /// The protocol core of one rank. See the module's documentation for the order of calls.
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
+    /// The ranks that take part, ascending, and this rank's place among them.
+    members: Arc<[Rank]>,
+    seat: usize,
     plan: Plan,
     tensors: Vec<TensorState>,
     buckets: Vec<BucketState>,
@@ -64,7 +72,16 @@ pub struct Session {
     /// Declaration rounds that are over, and whose manifests the driver has.
     rounds: u32,
     rounds_taken: u32,
-    commits: u16,
+    /// Steps that are final.
+    commits: u64,
+    committing: Option<epoch::Committing>,
+    /// An epoch was entered, and it is not known yet what becomes of the step.
+    syncing: bool,
+    /// What this rank said of itself in the present epoch, once its memory was laid out.
+    own_sync: Option<Sync>,
+    /// What was agreed on, by declaration round: those that are over, and the one in progress if it is laid out.
+    declared: Vec<Vec<Declaration>>,
+    heartbeat_at: u64,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -76,13 +93,16 @@ impl Session {
     /// A session with nothing declared.
     #[must_use]
     pub fn new(config: SessionConfig) -> Self {
-        let world = config.world_size as usize;
+        let members: Vec<Rank> = (0..config.world_size).map(Rank).collect();
+        let world = members.len();
         Self {
             config,
-            plan: Plan::new(config.world_size),
+            seat: config.rank.index(),
+            plan: Plan::new(members.clone()),
+            members: members.into(),
             tensors: Vec::new(),
             buckets: Vec::new(),
-            peers: (0..world).map(|_| PeerState::default()).collect(),
+            peers: (0..world).map(|_| PeerState { open: true, ..PeerState::default() }).collect(),
             priorities: Vec::new(),
             queue: Vec::new(),
             active: Vec::new(),
@@ -94,6 +114,11 @@ impl Session {
             rounds: 0,
             rounds_taken: 0,
             commits: 0,
+            committing: None,
+            syncing: false,
+            own_sync: None,
+            declared: Vec::new(),
+            heartbeat_at: 0,
             somebody_left: false,
             leaving: false,
             farewell: false,
@@ -106,6 +131,12 @@ impl Session {
     #[must_use]
     pub const fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// The ranks that take part in this epoch, ascending.
+    #[must_use]
+    pub fn members(&self) -> &[Rank] {
+        &self.members
     }
 
     /// Who this rank is.
@@ -154,6 +185,10 @@ impl Session {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
+        if self.committing.is_some() {
+            let detail = "the step is being committed: wait for the commit before the next step's operations";
+            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(tensor).name.clone()));
+        }
         let state = &mut self.tensors[tensor.index()];
         let step = state.step;
         if state.active {
@@ -164,8 +199,13 @@ impl Session {
         }
         let timing = &self.config.timing;
         state.begin(now, deadline_ns.unwrap_or(timing.deadline_ns), timing.resend_ns);
+        state.since_commit = state.since_commit.saturating_add(1);
         state.active_at = self.active.len();
         self.active.push(tensor);
+        if self.syncing {
+            // It begins when it is known what becomes of the step.
+            return Ok(step);
+        }
         let bucket = self.plan.tensor(tensor).bucket;
         self.offer(tensor, bucket, now);
         self.check_departed(tensor);
@@ -202,14 +242,14 @@ impl Session {
         }
         state.hold(now + self.config.timing.linger_ns);
         let tensor_state = &mut self.tensors[tensor.index()];
-        let (step, commits) = (tensor_state.step, self.commits);
+        let (step, commits) = (tensor_state.step, self.commits as u16);
         tensor_state.commits[me.index()] = commits;
         tensor_state.results_missing = results_missing;
         tensor_state.acks.clear();
         tensor_state.acks_missing = match collective {
             _ if !acked => 0,
             Collective::ReduceScatter => owners as u32,
-            _ if owns => self.config.world_size - 1,
+            _ if owns => self.members.len() as u32 - 1,
             _ => 0,
         };
         self.enqueue(bucket);
@@ -229,7 +269,7 @@ impl Session {
     fn arrive(&mut self, unit: UnitIndex, rank: Rank, step: Step, commits: u16) {
         let plan = self.plan.unit(unit);
         let contributes = self.plan.bucket(plan.bucket).contributes();
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let state = &mut self.buckets[plan.bucket.index()];
         let own = (unit.0 - state.owned.start) as usize;
         if !state.arrived.insert(own * world + rank.index()) {
@@ -244,7 +284,7 @@ impl Session {
         let plan = self.plan.unit(unit);
         let state = &mut self.buckets[plan.bucket.index()];
         if contributes {
-            if state.arrived_count[own] == self.config.world_size {
+            if state.arrived_count[own] as usize == self.members.len() {
                 self.work.push_back(Work::Reduce(unit));
             }
         } else if rank == self.config.rank {
@@ -261,7 +301,7 @@ impl Session {
         let plan = self.plan.unit(unit);
         let tensor = &self.tensors[plan.tensor.index()];
         let state = &self.buckets[plan.bucket.index()];
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let arrived = |rank: Rank| state.arrived.get((unit.0 - state.owned.start) as usize * world + rank.index());
         if !tensor.active || tensor.step != step || !arrived(me) {
             return None;
@@ -283,11 +323,6 @@ impl Session {
         self.fail(fault.tensor(self.plan.tensor(tensor).name.clone()).step(step));
     }
 
-    /// This rank ended a step: operations posted from now on belong to the next.
-    pub fn commit(&mut self) {
-        self.commits = self.commits.wrapping_add(1);
-    }
-
     /// The driver did what [`Work`] asked for; `nonfinite`: the result has an infinity or a NaN.
     pub fn handle_reduced(&mut self, work: Work, nonfinite: bool, now: u64) {
         if self.fault.is_some() {
@@ -297,7 +332,7 @@ impl Session {
         let plan = self.plan.unit(unit);
         let (tensor, bucket) = (plan.tensor, plan.bucket);
         let distributes = self.plan.bucket(bucket).distributes();
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let step = self.tensors[tensor.index()].step;
         let state = &mut self.buckets[bucket.index()];
         let own = (unit.0 - state.owned.start) as usize;
@@ -341,6 +376,7 @@ impl Session {
         }
         self.events.push_back(Event::Done { tensor, step, nonfinite });
         self.answer_goodbyes();
+        self.say_has_all();
     }
 
     /// Where contributions only say that a rank is ready, each is kept until that rank has its results: this rank's
@@ -353,7 +389,7 @@ impl Session {
         }
         let state = &mut self.buckets[tensor.bucket.index()];
         for unit in tensor.units.start.max(state.owned.start)..tensor.units.end.min(state.owned.end) {
-            state.forget_arrival((unit - state.owned.start) as usize, self.config.world_size as usize, me);
+            state.forget_arrival((unit - state.owned.start) as usize, self.peers.len(), me);
         }
     }
 
@@ -377,6 +413,8 @@ impl Session {
         self.queue.clear();
         self.outgoing.clear();
         self.declaring = None;
+        self.committing = None;
+        self.syncing = false;
         for peer in self.others() {
             if self.peers[peer.index()].reachable() {
                 self.outgoing.push_back(Outgoing::Abort(peer));
@@ -396,8 +434,8 @@ impl Session {
 
     /// Peers other than this rank, beginning with the next one.
     fn others(&self) -> impl Iterator<Item = Rank> + use<> {
-        let (me, world) = (self.config.rank.0, self.config.world_size);
-        (1..world).map(move |distance| Rank((me + distance) % world))
+        let (members, me) = (Arc::clone(&self.members), self.seat);
+        (1..members.len()).map(move |distance| members[(me + distance) % members.len()])
     }
 }
 

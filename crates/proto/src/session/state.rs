@@ -8,13 +8,16 @@ use core::ops::Range;
 use super::types::Rejected;
 use crate::bits::Bits;
 use crate::frame::Location;
-use crate::ids::{Attempt, BucketId, Rank, Step, TensorId, UnitIndex};
+use crate::ids::{Attempt, BucketId, Epoch, Rank, Step, TensorId, UnitIndex};
 use crate::plan::BucketPlan;
 
 /// One tensor's current or next operation.
 #[derive(Debug)]
 pub(super) struct TensorState {
     pub(super) step: Step,
+    /// The step that it was at after the last commit, and how many operations were posted since.
+    pub(super) base: Step,
+    pub(super) since_commit: u32,
     pub(super) active: bool,
     /// Its place in the list of operations in flight.
     pub(super) active_at: usize,
@@ -41,6 +44,8 @@ impl TensorState {
     pub(super) fn new(step: Step, world: usize) -> Self {
         Self {
             step,
+            base: step,
+            since_commit: 0,
             active: false,
             active_at: 0,
             deadline: 0,
@@ -68,6 +73,17 @@ impl TensorState {
 
     pub(super) const fn progress(&mut self, now: u64) {
         self.progress_at = now;
+    }
+
+    /// Fits what is kept by rank to other members. What was under way is as if it had not begun.
+    pub(super) fn reset(&mut self, ranks: usize) {
+        self.results_missing = 0;
+        self.results_to_send = 0;
+        self.acks = Bits::new(ranks);
+        self.acks_missing = 0;
+        self.nonfinite = false;
+        self.commits = vec![0; ranks].into_boxed_slice();
+        self.blamed = Bits::new(ranks);
     }
 
     pub(super) const fn end(&mut self) {
@@ -111,10 +127,12 @@ pub(super) struct BucketState {
 }
 
 impl BucketState {
-    pub(super) fn new(plan: &BucketPlan, tensors: u32, rank: Rank, world: usize, first_step: Step) -> Self {
+    /// `step`: the step of a unit's next reduction.
+    pub(super) fn new(plan: &BucketPlan, tensors: u32, rank: Rank, world: usize, step: impl Fn(u32) -> Step) -> Self {
         let units = plan.units.len();
         let owned = plan.owned[rank.index()].clone();
         let own = owned.len();
+        let expected = owned.clone().map(step).collect();
         Self {
             units: plan.units.clone(),
             owned,
@@ -125,7 +143,7 @@ impl BucketState {
             arrived_count: vec![0; own].into_boxed_slice(),
             to_distribute: Bits::new(own * world),
             results_to_send: 0,
-            expected: vec![first_step; own].into_boxed_slice(),
+            expected,
             nonfinite: Bits::new(own),
             posted: 0,
             tensors,
@@ -186,6 +204,11 @@ impl BucketState {
     pub(super) fn next_result(&self, peer: Rank, from: usize) -> Option<usize> {
         let base = peer.index() * self.owned.len();
         self.to_distribute.next(base + from, base + self.owned.len()).map(|at| at - base)
+    }
+
+    /// The next reduction of this owned unit is to have this step.
+    pub(super) fn expect(&mut self, own: usize, step: Step) {
+        self.expected[own] = step;
     }
 
     pub(super) fn publish(&mut self, own: usize, step: Step, nonfinite: bool) {
@@ -249,6 +272,35 @@ pub(super) struct PeerState {
     /// Corrupt frames in a row.
     pub(super) corrupt_streak: u32,
     pub(super) rejected: Rejected,
+    /// It is no member any more: nothing of it counts.
+    pub(super) removed: bool,
+    /// How many steps it has all results of, as far as it said so in this epoch.
+    pub(super) has_all_of: u64,
+    /// How far it was when it entered an epoch: the latest that it said.
+    pub(super) sync: Option<Sync>,
+    /// It may be sent data and messages: it said that it knows what becomes of the step.
+    pub(super) open: bool,
+    /// When something last came from it.
+    pub(super) heard_at: u64,
+    /// Its loss was reported.
+    pub(super) lost: bool,
+}
+
+/// How far a rank was when it entered an epoch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sync {
+    pub(super) epoch: Epoch,
+    pub(super) commits: u64,
+    /// Declaration rounds that are over.
+    pub(super) rounds: u32,
+    /// It is committing the step after those, and has all results.
+    pub(super) has_all: bool,
+    /// It cannot do its part of that step again.
+    pub(super) stuck: bool,
+    /// Where the receiver's contributions are to be written.
+    pub(super) landing: Location,
+    /// Tensors without elements that were posted in the step, and the step each is at.
+    pub(super) empties: Vec<(TensorId, Step)>,
 }
 
 impl PeerState {
@@ -273,18 +325,28 @@ pub(super) enum Outgoing {
     Ready { peer: Rank, round: u32, landing: Location },
     Goodbye(Rank),
     GoodbyeAck(Rank),
+    Heartbeat(Rank),
+    HasAll { peer: Rank, commits: u64 },
+    Sync { peer: Rank, landing: Location },
+    Synced(Rank),
 }
 
 impl Outgoing {
     pub(super) const fn peer(&self) -> Rank {
         match self {
-            Self::Abort(peer) | Self::Goodbye(peer) | Self::GoodbyeAck(peer) => *peer,
+            Self::Abort(peer)
+            | Self::Goodbye(peer)
+            | Self::GoodbyeAck(peer)
+            | Self::Heartbeat(peer)
+            | Self::Synced(peer) => *peer,
             Self::Ack { peer, .. }
             | Self::Nack { peer, .. }
             | Self::NackRun { peer, .. }
             | Self::Waiting { peer, .. }
             | Self::Manifest { peer, .. }
-            | Self::Ready { peer, .. } => *peer,
+            | Self::Ready { peer, .. }
+            | Self::HasAll { peer, .. }
+            | Self::Sync { peer, .. } => *peer,
         }
     }
 }

@@ -55,6 +55,7 @@ impl World {
             .map(|rank| {
                 let config = SessionConfig {
                     copies: false,
+                    recovery: Recovery::Fail,
                     rank: Rank(rank),
                     world_size: size,
                     epoch: Epoch(1),
@@ -149,6 +150,12 @@ impl World {
                 Event::Farewell => self.farewells += 1,
                 Event::Spoilt { .. } => unreachable!("there are no copies here"),
                 Event::Manifests | Event::Prepared => {}
+                Event::Lost { .. }
+                | Event::Entered
+                | Event::Synced
+                | Event::Again { .. }
+                | Event::Aborted(_)
+                | Event::Committed { .. } => unreachable!("members do not change here: {event:?}"),
             }
         }
         moved

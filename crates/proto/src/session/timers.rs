@@ -24,11 +24,14 @@ impl Session {
             let state = &self.buckets[bucket.index()];
             (state.contributions_to_send > 0 && !state.ready).then_some(state.hold_until)
         });
-        operations.chain(held).chain(self.declaring.as_ref().map(|round| round.deadline)).min()
+        let declaring = self.declaring.as_ref().map(|round| round.deadline);
+        let committing = self.committing.as_ref().map(|committing| committing.deadline);
+        operations.chain(held).chain(declaring).chain(committing).chain(self.next_heartbeat()).min()
     }
 
     /// Time has passed: fails what is past its deadline, and asks again for what is overdue.
     pub fn handle_timeout(&mut self, now: u64) {
+        self.beat(now);
         for at in 0..self.active.len() {
             // A failure empties the list.
             let Some(tensor) = self.active.get(at).copied() else { return };
@@ -39,12 +42,18 @@ impl Session {
                 return;
             }
             if now >= state.progress_at.saturating_add(state.patience_ns) {
-                self.request_missing(tensor);
+                if !self.syncing {
+                    self.request_missing(tensor);
+                }
                 let resend_ns_max = self.config.timing.resend_max_ns;
                 let state = &mut self.tensors[tensor.index()];
                 state.progress(now);
                 state.patience_ns = state.patience_ns.saturating_mul(2).min(resend_ns_max.max(state.patience_ns));
             }
+        }
+        if self.committing.as_ref().is_some_and(|committing| now >= committing.deadline) {
+            let fault = self.uncommitted();
+            self.fail(fault);
         }
         if let Some(fault) = self.declaring.as_ref().filter(|round| now >= round.deadline).map(|_| self.undeclared()) {
             self.fail(fault);
@@ -84,7 +93,7 @@ impl Session {
                 let state = &self.buckets[bucket.index()];
                 let first = units.start.max(state.owned.start);
                 let own = (first - state.owned.start) as usize;
-                let world = self.config.world_size as usize;
+                let world = self.peers.len();
                 // A peer that has not offered yet is only late.
                 let offered = contributes || state.arrived.get(own * world + peer.index());
                 if first < units.end.min(state.owned.end) && offered {
@@ -110,6 +119,9 @@ impl Session {
 
     /// The fault of an operation that is past its deadline.
     fn overdue(&self, tensor: TensorId) -> Fault {
+        if let Some(fault) = self.unsynced() {
+            return fault.tensor(self.plan.tensor(tensor).name.clone()).step(self.tensors[tensor.index()].step);
+        }
         let state = &self.tensors[tensor.index()];
         let plan = self.plan.tensor(tensor);
         let mut absent: Vec<Rank> = self.missing_contributors(tensor).collect();

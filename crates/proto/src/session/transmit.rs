@@ -1,10 +1,12 @@
 //! What is sent, and in which order: messages first, then buckets by priority, results before contributions, peers
 //! in turn.
 
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use arrayvec::ArrayVec;
 
+use super::epoch::write_sync;
 use super::state::Outgoing;
 use super::{Data, Session, Transmit};
 use crate::frame::{FLAG_NACK_RESULT, FrameHeader, FrameKind, payload_crc};
@@ -13,7 +15,7 @@ use crate::limits::{FRAME_HEADER_BYTES, MESSAGE_BODY_BYTES_MAX, MESSAGE_BYTES_MA
 
 /// An encoded message: header and body.
 pub type MessageBytes = ArrayVec<u8, MESSAGE_BYTES_MAX>;
-type Body = ArrayVec<u8, MESSAGE_BODY_BYTES_MAX>;
+pub(super) type Body = ArrayVec<u8, MESSAGE_BODY_BYTES_MAX>;
 
 /// Most units that one request can name.
 const NACK_UNITS_MAX: u32 = (MESSAGE_BODY_BYTES_MAX * 8) as u32;
@@ -50,7 +52,10 @@ impl Session {
             Outgoing::Goodbye(_) => self.active.is_empty() && self.queue.is_empty(),
             _ => true,
         };
-        drained && !self.blocked.get(message.peer().index())
+        let always =
+            matches!(message, Outgoing::Abort(_) | Outgoing::Heartbeat(_) | Outgoing::Sync { .. } | Outgoing::Synced(_));
+        let peer = message.peer().index();
+        drained && (always || self.peers[peer].open) && !self.blocked.get(peer)
     }
 
     /// Returns false if there is nothing left to say.
@@ -65,15 +70,24 @@ impl Session {
             Outgoing::Ready { .. } => FrameKind::Ready,
             Outgoing::Goodbye(_) => FrameKind::Goodbye,
             Outgoing::GoodbyeAck(_) => FrameKind::GoodbyeAck,
+            Outgoing::Heartbeat(_) => FrameKind::Heartbeat,
+            Outgoing::HasAll { .. } => FrameKind::HasAll,
+            Outgoing::Sync { .. } => FrameKind::Sync,
+            Outgoing::Synced(_) => FrameKind::Synced,
         };
         let mut header = FrameHeader::new(kind, self.config.epoch);
         match message {
-            Outgoing::Goodbye(_) | Outgoing::GoodbyeAck(_) => {}
+            Outgoing::Goodbye(_) | Outgoing::GoodbyeAck(_) | Outgoing::Heartbeat(_) | Outgoing::Synced(_) => {}
+            Outgoing::HasAll { commits, .. } => header.step = Step(*commits),
+            Outgoing::Sync { landing, .. } => {
+                let Some(sync) = &self.own_sync else { return false };
+                write_sync(sync, *landing, &mut header, &mut body);
+            }
             Outgoing::Abort(_) => self.write_fault(&mut body),
             Outgoing::Ack { tensor, step, .. } => self.name_tensor(&mut header, *tensor, *step),
             Outgoing::Waiting { tensor, step, .. } => {
                 self.name_tensor(&mut header, *tensor, *step);
-                write_bitmap(&mut body, self.config.world_size, self.missing_contributors(*tensor).map(|rank| rank.0));
+                write_bitmap(&mut body, self.peers.len() as u32, self.missing_contributors(*tensor).map(|rank| rank.0));
             }
             Outgoing::NackRun { bucket, unit_first, unit_count, step, results, .. } => {
                 header.bucket = *bucket;
@@ -145,7 +159,7 @@ impl Session {
         let bucket = &self.buckets[plan.bucket.index()];
         let owned = if results { &self.plan.bucket(plan.bucket).owned[peer.index()] } else { &bucket.owned };
         let range = plan.units.start.max(owned.start)..plan.units.end.min(owned.end);
-        let world = self.config.world_size as usize;
+        let world = self.peers.len();
         let is_missing = |unit: &u32| {
             if results {
                 return !bucket.received.get((*unit - bucket.units.start) as usize);
@@ -193,14 +207,14 @@ impl Session {
 
     /// Peers in the order of their turns in this bucket.
     fn turns(&self, bucket: BucketId) -> impl Iterator<Item = Rank> + use<> {
-        let (me, world) = (self.config.rank.0, self.config.world_size);
-        let turn = self.buckets[bucket.index()].turn;
-        (0..world - 1).map(move |at| Rank((me + 1 + (turn + at) % (world - 1)) % world))
+        let (members, me, turn) = (Arc::clone(&self.members), self.seat, self.buckets[bucket.index()].turn as usize);
+        let others = members.len() - 1;
+        (0..others).map(move |at| members[(me + 1 + (turn + at) % others) % members.len()])
     }
 
     fn next_result(&mut self, bucket: BucketId) -> Option<Transmit> {
         for peer in self.turns(bucket) {
-            if self.blocked.get(peer.index()) {
+            if self.blocked.get(peer.index()) || !self.peers[peer.index()].open {
                 continue;
             }
             let state = &mut self.buckets[bucket.index()];
@@ -217,7 +231,7 @@ impl Session {
             {
                 end += 1;
             }
-            state.turn = (state.turn + 1) % (self.config.world_size - 1);
+            state.turn = (state.turn + 1) % (self.members.len() as u32 - 1);
             return Some(Transmit {
                 peer,
                 data: Data::Result { nonfinite },
@@ -235,7 +249,7 @@ impl Session {
     fn next_contribution(&mut self, bucket: BucketId) -> Option<Transmit> {
         let contributes = self.plan.bucket(bucket).contributes();
         for peer in self.turns(bucket) {
-            if self.blocked.get(peer.index()) {
+            if self.blocked.get(peer.index()) || !self.peers[peer.index()].open {
                 continue;
             }
             let owned = self.plan.bucket(bucket).owned[peer.index()].clone();
@@ -256,7 +270,7 @@ impl Session {
             {
                 end += 1;
             }
-            state.turn = (state.turn + 1) % (self.config.world_size - 1);
+            state.turn = (state.turn + 1) % (self.members.len() as u32 - 1);
             return Some(Transmit {
                 peer,
                 data: if contributes { Data::Contribution } else { Data::Offer },

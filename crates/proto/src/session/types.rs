@@ -15,11 +15,22 @@ pub struct Timing {
     pub resend_max_ns: u64,
     /// How long a bucket waits for the rest of its tensors before it travels in parts.
     pub linger_ns: u64,
+    /// How often every peer is told that this rank is there.
+    pub heartbeat_ns: u64,
+    /// A peer from which nothing came for this long is lost.
+    pub silence_ns: u64,
 }
 
 impl Default for Timing {
     fn default() -> Self {
-        Self { deadline_ns: 30_000_000_000, resend_ns: 250_000_000, resend_max_ns: 2_000_000_000, linger_ns: 1_000_000 }
+        Self {
+            deadline_ns: 30_000_000_000,
+            resend_ns: 250_000_000,
+            resend_max_ns: 2_000_000_000,
+            linger_ns: 1_000_000,
+            heartbeat_ns: 500_000_000,
+            silence_ns: 2_500_000_000,
+        }
     }
 }
 
@@ -40,6 +51,22 @@ pub struct SessionConfig {
     pub timing: Timing,
     /// Whether results that a link spoils again and again can be had another way: see [`Event::Spoilt`].
     pub copies: bool,
+    /// What becomes of a step in which a rank is lost.
+    pub recovery: Recovery,
+}
+
+/// What becomes of a step in which a rank is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recovery {
+    /// The members of the next epoch do it again from their contributions, which are kept until the commit. If all of
+    /// them have all results already, it stands as it is.
+    #[default]
+    Redo,
+    /// Its operations end with [`StepAborted`](crate::FaultKind::StepAborted), and the members of the next epoch go on
+    /// with the same step from its beginning. Nothing is kept. If all of them have all results already, it stands.
+    Abort,
+    /// The job fails on every rank. The ranks that it starts with are its members to the end.
+    Fail,
 }
 
 /// What only the driver can do, because it has the bytes.
@@ -115,6 +142,33 @@ pub enum Event {
     },
     /// Every peer that is still there has everything that it needs from this rank, which said goodbye.
     Farewell,
+    /// A peer is lost: its link ended, or it is silent. Operations that need it wait for an epoch without it.
+    Lost {
+        /// The peer.
+        peer: Rank,
+        /// How that showed.
+        fault: Fault,
+    },
+    /// A new epoch begins: lay out memory by the new [`Session::plan`](super::Session::plan), then call
+    /// [`Session::sync`](super::Session::sync).
+    Entered,
+    /// Every member is in the new epoch and knows what becomes of the step. [`Event::Again`] came before, for each
+    /// operation that is done again though it was done.
+    Synced,
+    /// The operation on this tensor was done in this step, and is done again: its contribution is needed again, and
+    /// [`Event::Done`] comes again.
+    Again {
+        /// The tensor.
+        tensor: TensorId,
+    },
+    /// The step does not stand: its operations end without a result, those that were done do not count, and a commit
+    /// that was begun is off. It begins anew.
+    Aborted(Fault),
+    /// The step is final: every member has all of its results.
+    Committed {
+        /// How many steps are, this one included.
+        commits: u64,
+    },
 }
 
 /// What was counted since the start.

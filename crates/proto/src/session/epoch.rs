@@ -1,0 +1,482 @@
+//! Commits and epochs: when a step is final, and how ranks go on when members change in the middle of one.
+//!
+//! A step is what ranks do between two commits. With [`Session::begin_commit`] a rank tells every other that it has all
+//! results of its step. When all have said so the step is final: whoever gets [`Event::Committed`] knows that every
+//! member has the step's results.
+//!
+//! [`Session::enter`] begins an epoch with other members. Each of them says how far it is (Sync), and when it has heard
+//! that from all, each comes to the same decision:
+//! - If some member has committed the step that another is still committing, that one has all results too, or the first
+//!   could not have: the step is final.
+//! - If all members have all results of the step, it is final as it is, with the contributors that it had. (A rank that
+//!   is gone may have committed it, but only then.)
+//! - Otherwise nobody can have committed it. Its operations are done again by the members of the new epoch, those that
+//!   were done too ([`Event::Again`]), so that one set of contributors holds for the whole step. Where somebody cannot
+//!   do its part again, the step is aborted by all.
+//!
+//! Then each says so (Synced), and only after that it is sent data: nothing of an epoch arrives where it is not known
+//! what to do with it. Frames of earlier epochs are rejected by their number. Since links keep the order of frames, a
+//! peer's Sync also says that none of its writes of earlier epochs are still to land.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use super::state::{BucketState, Outgoing, PeerState, Sync};
+use super::transmit::Body;
+use super::{Event, Recovery, Session, name_ranks};
+use crate::bits::Bits;
+use crate::dtype::Collective;
+use crate::fault::{Fault, FaultKind};
+use crate::frame::{FLAG_HAS_ALL, FLAG_STUCK, FrameHeader, Location};
+use crate::ids::{Epoch, Rank, Step, TensorId};
+use crate::limits::MESSAGE_BODY_BYTES_MAX;
+use crate::plan::Plan;
+use crate::wire::Reader;
+
+/// Bytes of one tensor in a Sync.
+const EMPTY_BYTES: usize = 12;
+/// Most tensors that a Sync can name.
+const EMPTIES_MAX: usize = MESSAGE_BODY_BYTES_MAX / EMPTY_BYTES;
+
+/// A commit in progress.
+#[derive(Debug)]
+pub(super) struct Committing {
+    pub(super) deadline: u64,
+    /// The peers were told that this rank has all results.
+    said: bool,
+}
+
+impl Session {
+    /// This rank ended a step, in a job that fails with its first lost rank: operations posted from now on belong to the
+    /// next.
+    pub fn commit(&mut self) {
+        self.pass();
+    }
+
+    /// Begins to commit the step: [`Event::Committed`] follows when every member has all of its results.
+    ///
+    /// # Errors
+    /// The latched fault after a failure; `TensorBusy` while operations are in flight or another commit is.
+    pub fn begin_commit(&mut self, now: u64, deadline_ns: Option<u64>) -> Result<(), Fault> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone());
+        }
+        if let Some(tensor) = self.active.first() {
+            let detail = "its operation is in flight: wait for a step's operations before its commit";
+            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(*tensor).name.clone()));
+        }
+        if self.committing.is_some() {
+            return Err(Fault::new(FaultKind::TensorBusy, "the step is being committed by another thread"));
+        }
+        let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
+        self.committing = Some(Committing { deadline, said: false });
+        self.say_has_all();
+        Ok(())
+    }
+
+    /// How many steps are final.
+    #[must_use]
+    pub const fn commits(&self) -> u64 {
+        self.commits
+    }
+
+    /// Tells the peers that this rank has all results of the step that it commits, once that is so.
+    pub(super) fn say_has_all(&mut self) {
+        if self.syncing || !self.active.is_empty() {
+            return;
+        }
+        let Some(committing) = self.committing.as_mut().filter(|committing| !committing.said) else { return };
+        committing.said = true;
+        for peer in self.others() {
+            self.outgoing.push_back(Outgoing::HasAll { peer, commits: self.commits });
+        }
+        self.check_committed();
+    }
+
+    pub(super) fn handle_has_all(&mut self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
+        // A peer that has passed this rank's commit may be through with its next step, if that had no operations.
+        if header.step.0 > self.commits + 1 {
+            return Err(Fault::violation(peer, "word that it has all of a step that cannot have begun"));
+        }
+        let state = &mut self.peers[peer.index()];
+        state.has_all_of = state.has_all_of.max(header.step.0 + 1);
+        self.check_committed();
+        Ok(())
+    }
+
+    fn check_committed(&mut self) {
+        let said = self.committing.as_ref().is_some_and(|committing| committing.said);
+        if said
+            && !self.syncing
+            && self.others().all(|peer| self.peers[peer.index()].has_all_of > self.commits)
+        {
+            self.committing = None;
+            self.pass();
+            self.events.push_back(Event::Committed { commits: self.commits });
+        }
+    }
+
+    /// The step is final.
+    fn pass(&mut self) {
+        self.commits += 1;
+        for tensor in &mut self.tensors {
+            tensor.base = tensor.step;
+            tensor.since_commit = 0;
+        }
+    }
+
+    /// The fault of a commit that is past its deadline.
+    pub(super) fn uncommitted(&self) -> Fault {
+        self.unsynced().unwrap_or_else(|| {
+            let behind: Vec<Rank> =
+                self.others().filter(|peer| self.peers[peer.index()].has_all_of <= self.commits).collect();
+            let detail = format!(
+                "{} did not commit the step before the deadline, while others did: every rank must commit equally often; a rank that is only slow needs a longer deadline",
+                name_ranks(behind.iter().copied())
+            );
+            let fault = Fault::new(FaultKind::NotOffered, detail);
+            behind.first().map_or(fault.clone(), |rank| fault.at(*rank))
+        })
+    }
+
+    /// Where an epoch was entered and some members have not followed by a deadline: the fault.
+    pub(super) fn unsynced(&self) -> Option<Fault> {
+        let lost = self.others().find(|peer| self.peers[peer.index()].lost);
+        if let (false, Some(rank)) = (self.syncing, lost) {
+            let detail = format!("{rank} was lost, and the others did not agree in time on how to go on without it: the broker may be away, or too few ranks left");
+            return Some(Fault::new(FaultKind::RankDied, detail).at(rank));
+        }
+        if !self.syncing {
+            return None;
+        }
+        let behind: Vec<Rank> = self.others().filter(|peer| !self.is_in_epoch(*peer)).collect();
+        let detail = format!("{} did not enter {} before the deadline", name_ranks(behind.iter().copied()), self.config.epoch);
+        let fault = Fault::new(FaultKind::DeadlineExceeded, detail);
+        Some(behind.first().map_or(fault.clone(), |rank| fault.at(*rank)))
+    }
+
+    /// Goes on in an epoch with these members, ascending, of which this rank is one. Whoever is no member any more has
+    /// no say from now on. [`Event::Entered`] says what to do next. An epoch that is not later than the present one
+    /// changes nothing.
+    pub fn enter(&mut self, epoch: Epoch, members: &[Rank]) {
+        let Some(seat) = members.iter().position(|rank| *rank == self.config.rank) else { return };
+        if self.fault.is_some() || epoch <= self.config.epoch {
+            return;
+        }
+        self.config.epoch = epoch;
+        self.seat = seat;
+        self.members = members.into();
+        let ranks = self.peers.len().max(members.last().map_or(0, |last| last.index() + 1));
+        self.peers.resize_with(ranks, PeerState::default);
+        for (peer, rank) in self.peers.iter_mut().zip((0..).map(Rank)) {
+            let member = members.contains(&rank);
+            if !member {
+                (peer.removed, peer.down, peer.goodbye_acked) = (true, true, true);
+            } else if peer.removed {
+                // Another process, with a rank that was free.
+                *peer = PeerState::default();
+            }
+            peer.manifest.clear();
+            peer.landings.clear();
+            (peer.manifest_len, peer.has_all_of, peer.corrupt_streak) = (None, 0, 0);
+            (peer.open, peer.lost) = (false, false);
+        }
+        self.outgoing.clear();
+        self.work.clear();
+        self.queue.clear();
+        self.blocked = Bits::new(ranks);
+        self.rounds_taken = self.rounds;
+        if let Some(committing) = &mut self.committing {
+            committing.said = false;
+        }
+        self.lay_out_anew(ranks);
+        (self.syncing, self.own_sync) = (true, None);
+        self.events.push_back(Event::Entered);
+    }
+
+    /// The layout of all that is declared, for the members of this epoch.
+    fn lay_out_anew(&mut self, ranks: usize) {
+        self.plan = Plan::new(self.members.to_vec());
+        for round in &self.declared {
+            self.plan.extend(round);
+        }
+        for tensor in &mut self.tensors {
+            tensor.reset(ranks);
+        }
+        self.buckets.clear();
+        for bucket in &self.plan.buckets {
+            let units = &self.plan.units[bucket.units.start as usize..bucket.units.end as usize];
+            let tensors = units.chunk_by(|a, b| a.tensor == b.tensor).count();
+            let step = |unit: u32| self.tensors[self.plan.units[unit as usize].tensor.index()].step;
+            self.buckets.push(BucketState::new(bucket, tensors as u32, self.config.rank, ranks, step));
+        }
+        let owned: usize = self.buckets.iter().map(|state| state.owned.len()).sum();
+        self.work.reserve(owned);
+    }
+
+    /// Memory is laid out by the new plan: tells every member how far this rank is, and where its contributions are to
+    /// be written (`landings`, by rank).
+    pub fn sync(&mut self, landings: &[Location], now: u64) {
+        if !self.syncing || self.own_sync.is_some() {
+            return;
+        }
+        let touched = self.touched();
+        let is_empty = |tensor: &&TensorId| self.plan.tensor(**tensor).elements == 0;
+        let empties: Vec<(TensorId, Step)> =
+            touched.iter().filter(is_empty).map(|tensor| (*tensor, self.tensors[tensor.index()].step)).collect();
+        let stuck = touched.iter().any(|tensor| self.is_stuck(*tensor)) || empties.len() > EMPTIES_MAX;
+        self.own_sync = Some(Sync {
+            epoch: self.config.epoch,
+            commits: self.commits,
+            rounds: self.rounds,
+            has_all: self.committing.is_some() && self.active.is_empty(),
+            stuck,
+            landing: Location::default(),
+            empties: if stuck { Vec::new() } else { empties },
+        });
+        for peer in self.others() {
+            self.peers[peer.index()].heard_at = now;
+            let landing = landings.get(peer.index()).copied().unwrap_or_default();
+            self.outgoing.push_back(Outgoing::Sync { peer, landing });
+        }
+        self.check_synced(now);
+    }
+
+    /// Tensors that were posted since the last commit.
+    fn touched(&self) -> Vec<TensorId> {
+        let tensors = self.tensors.iter().zip((0..).map(TensorId));
+        tensors.filter(|(state, _)| state.since_commit > 0).map(|(_, tensor)| tensor).collect()
+    }
+
+    /// Whether this rank cannot do its part of what was posted on the tensor in this step again.
+    fn is_stuck(&self, tensor: TensorId) -> bool {
+        let plan = self.plan.tensor(tensor);
+        let again = self.config.recovery == Recovery::Redo
+            && self.tensors[tensor.index()].since_commit == 1
+            && self.plan.bucket(plan.bucket).collective == Collective::AllReduce;
+        plan.elements > 0 && !again
+    }
+
+    fn is_in_epoch(&self, peer: Rank) -> bool {
+        self.peers[peer.index()].sync.as_ref().is_some_and(|sync| sync.epoch == self.config.epoch)
+    }
+
+    pub(super) fn handle_sync(
+        &mut self,
+        peer: Rank,
+        header: &FrameHeader,
+        body: &[u8],
+        now: u64,
+    ) -> Result<(), Fault> {
+        let bad = || Fault::violation(peer, "word of how far it is that cannot be read");
+        let mut reader = Reader::new(body);
+        let mut empties = Vec::new();
+        for _ in 0..body.len() / EMPTY_BYTES {
+            let tensor = TensorId(reader.u32().map_err(|_| bad())?);
+            empties.push((tensor, Step(reader.u64().map_err(|_| bad())?)));
+        }
+        if !body.len().is_multiple_of(EMPTY_BYTES) {
+            return Err(bad());
+        }
+        let sync = Sync {
+            epoch: header.epoch,
+            commits: header.step.0,
+            rounds: header.unit_count,
+            has_all: header.flags & FLAG_HAS_ALL != 0,
+            stuck: header.flags & FLAG_STUCK != 0,
+            landing: header.location,
+            empties,
+        };
+        self.peers[peer.index()].sync = Some(sync);
+        self.check_synced(now);
+        Ok(())
+    }
+
+    pub(super) fn handle_synced(&mut self, peer: Rank) -> Result<(), Fault> {
+        if !self.is_in_epoch(peer) {
+            return Err(Fault::violation(peer, "word that it is through with an epoch that it has not entered"));
+        }
+        self.peers[peer.index()].open = true;
+        Ok(())
+    }
+
+    /// Decides, once every member has said how far it is.
+    fn check_synced(&mut self, now: u64) {
+        let Some(own) = self.own_sync.clone().filter(|_| self.syncing) else { return };
+        if !self.others().all(|peer| self.is_in_epoch(peer)) {
+            return;
+        }
+        self.syncing = false;
+        let peers = self.others().filter_map(|peer| self.peers[peer.index()].sync.clone());
+        let syncs: Vec<Sync> = peers.chain([own.clone()]).collect();
+        let commits = syncs.iter().map(|sync| sync.commits).max().unwrap_or(own.commits);
+        let rounds = syncs.iter().map(|sync| sync.rounds).max().unwrap_or(own.rounds);
+        let behind = syncs.iter().any(|sync| sync.commits < commits && !(sync.commits + 1 == commits && sync.has_all));
+        if behind || own.rounds < rounds && (own.rounds + 1 < rounds || self.declared.len() < rounds as usize) {
+            let detail = "members that go on together have come unequally far: please report this as a bug";
+            self.fail(Fault::new(FaultKind::Diverged, detail));
+            return;
+        }
+        for peer in self.others() {
+            let state = &mut self.peers[peer.index()];
+            state.landings.push(state.sync.as_ref().map_or(Location::default(), |sync| sync.landing));
+            state.rounds_ready = rounds;
+        }
+        if own.rounds < rounds {
+            self.end_round();
+            self.rounds_taken = self.rounds;
+        }
+        if own.commits < commits || syncs.iter().all(|sync| sync.commits == commits && sync.has_all) {
+            self.committing = None;
+            self.pass();
+            self.events.push_back(Event::Committed { commits: self.commits });
+        }
+        let at_step = |sync: &&Sync| sync.commits == self.commits;
+        if syncs.iter().filter(at_step).any(|sync| sync.stuck) {
+            self.abort_step();
+        } else {
+            self.pass_empties(syncs.iter().filter(at_step).flat_map(|sync| sync.empties.iter().copied()).collect());
+            self.redo_step(now);
+        }
+        for peer in self.others() {
+            self.outgoing.push_back(Outgoing::Synced(peer));
+        }
+        self.events.push_back(Event::Synced);
+        for tensor in self.active.clone() {
+            self.offer(tensor, self.plan.tensor(tensor).bucket, now);
+            self.finish_if_complete(tensor);
+        }
+        self.restart_round();
+        if self.leaving {
+            for peer in self.others() {
+                self.outgoing.push_back(Outgoing::Goodbye(peer));
+            }
+        }
+        self.say_has_all();
+    }
+
+    /// Operations on tensors without elements carry nothing: what one member is through with, all are.
+    fn pass_empties(&mut self, reached: Vec<(TensorId, Step)>) {
+        for (tensor, step) in reached {
+            let Some(state) = self.tensors.get_mut(tensor.index()) else { continue };
+            if state.active && state.step.next() == step {
+                (state.results_missing, state.acks_missing, state.results_to_send) = (0, 0, 0);
+                self.finish_if_complete(tensor);
+            }
+        }
+        let empties: Vec<TensorId> =
+            self.touched().into_iter().filter(|tensor| self.plan.tensor(*tensor).elements == 0).collect();
+        for tensor in empties {
+            self.expect(tensor);
+        }
+    }
+
+    /// Everything that was posted in this step begins anew, what was done too.
+    fn redo_step(&mut self, now: u64) {
+        for tensor in self.touched() {
+            if self.plan.tensor(tensor).elements == 0 {
+                continue;
+            }
+            let timing = self.config.timing;
+            let state = &mut self.tensors[tensor.index()];
+            if !state.active {
+                state.step = state.base;
+                state.begin(now, timing.deadline_ns, timing.resend_ns);
+                state.active_at = self.active.len();
+                self.active.push(tensor);
+                self.events.push_back(Event::Again { tensor });
+            }
+            self.tensors[tensor.index()].progress(now);
+            self.expect(tensor);
+        }
+    }
+
+    /// The step's operations end without a result, and the step begins anew.
+    fn abort_step(&mut self) {
+        for tensor in self.touched() {
+            let state = &mut self.tensors[tensor.index()];
+            (state.step, state.since_commit, state.active) = (state.base, 0, false);
+            self.expect(tensor);
+        }
+        self.active.clear();
+        self.committing = None;
+        let detail = format!(
+            "a rank was lost in the middle of this step, and its operations cannot be done again: repeat the step from its beginning; {} goes on with {}",
+            self.config.epoch,
+            name_ranks(self.members.iter().copied())
+        );
+        self.events.push_back(Event::Aborted(Fault::new(FaultKind::StepAborted, detail)));
+    }
+
+    /// The next reductions of what this rank owns of the tensor have its step.
+    fn expect(&mut self, tensor: TensorId) {
+        let step = self.tensors[tensor.index()].step;
+        let plan = self.plan.tensor(tensor);
+        let state = &mut self.buckets[plan.bucket.index()];
+        for unit in plan.units.start.max(state.owned.start)..plan.units.end.min(state.owned.end) {
+            state.expect((unit - state.owned.start) as usize, step);
+        }
+    }
+
+    /// Something came from this peer.
+    pub fn heard(&mut self, peer: Rank, now: u64) {
+        if let Some(state) = self.peers.get_mut(peer.index()) {
+            state.heard_at = now;
+        }
+    }
+
+    pub(super) fn next_heartbeat(&self) -> Option<u64> {
+        (self.config.recovery != Recovery::Fail && self.members.len() > 1).then_some(self.heartbeat_at)
+    }
+
+    /// Tells every peer that this rank is there, and finds those that are silent.
+    pub(super) fn beat(&mut self, now: u64) {
+        let every = self.config.timing.heartbeat_ns;
+        if self.next_heartbeat().is_none_or(|at| now < at) || self.fault.is_some() {
+            return;
+        }
+        // A rank that did not run itself, or begins, has no word on others.
+        let late = now > self.heartbeat_at.saturating_add(every);
+        self.heartbeat_at = now.saturating_add(every);
+        for peer in self.others() {
+            let state = &mut self.peers[peer.index()];
+            if state.down {
+                continue;
+            }
+            if late {
+                state.heard_at = now;
+            }
+            let silent = now.saturating_sub(state.heard_at);
+            if silent > self.config.timing.silence_ns && !state.left {
+                let detail = format!("nothing came from {peer} for {} ms: it is stopped, overloaded or cut off", silent / 1_000_000);
+                self.lose(peer, Fault::new(FaultKind::RankDied, detail).at(peer));
+            }
+            self.say(Outgoing::Heartbeat(peer));
+        }
+    }
+
+    /// Reports the loss of a peer, once.
+    pub(super) fn lose(&mut self, peer: Rank, fault: Fault) {
+        let state = &mut self.peers[peer.index()];
+        if !state.lost && !state.removed {
+            state.lost = true;
+            self.events.push_back(Event::Lost { peer, fault });
+        }
+    }
+}
+
+/// Writes a Sync into a message.
+pub(super) fn write_sync(sync: &Sync, landing: Location, header: &mut FrameHeader, body: &mut Body) {
+    header.step = Step(sync.commits);
+    header.unit_count = sync.rounds;
+    header.location = landing;
+    header.flags = if sync.has_all { FLAG_HAS_ALL } else { 0 } | if sync.stuck { FLAG_STUCK } else { 0 };
+    for (tensor, step) in &sync.empties {
+        body.extend(tensor.0.to_le_bytes());
+        body.extend(step.0.to_le_bytes());
+    }
+}
+
+#[cfg(test)]
+#[path = "epoch_tests.rs"]
+mod tests;

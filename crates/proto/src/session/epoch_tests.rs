@@ -1,0 +1,513 @@
+//! Trainers that go on while ranks are lost at any moment: what one commits, all commit, with one set of contributors.
+
+use alloc::collections::VecDeque;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use proptest::prelude::*;
+
+use super::super::transmit::MessageBytes;
+use super::super::*;
+use crate::dtype::{Collective, DType, ReduceOp, WireFormat};
+use crate::frame::{FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location};
+use crate::ids::{BucketId, Epoch};
+use crate::limits::FRAME_HEADER_BYTES;
+use crate::manifest::Declaration;
+
+const JOB: JobTag = JobTag(*b"another jobs tag");
+const STEPS: u64 = 4;
+
+/// What a unit's result was made of: the epoch in which it was reduced, and by whom.
+type Origin = (Epoch, Vec<Rank>);
+
+#[derive(Clone, Debug)]
+enum Packet {
+    Message(Vec<u8>),
+    /// With the origin of each unit, where it is a result.
+    Data(FrameHeader, Vec<Origin>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Runs,
+    /// Its process was stopped.
+    Stopped,
+    Dead,
+}
+
+struct Node {
+    session: Session,
+    state: State,
+    /// Views that it knows.
+    views: usize,
+    /// By unit: the result's origin.
+    results: Vec<Option<Origin>>,
+    /// Those of the last epoch, until it is known what becomes of the step.
+    before: Option<Vec<Option<Origin>>>,
+    /// The operations that it posted in its step and that are not done.
+    waits_for: Vec<TensorId>,
+    posted: bool,
+    committing: bool,
+    /// By step: the origins of its results when it was committed.
+    committed: Vec<Vec<Origin>>,
+    aborted: u64,
+    again: u64,
+    fault: Option<Fault>,
+}
+
+struct World {
+    nodes: Vec<Node>,
+    links: Vec<Vec<VecDeque<Packet>>>,
+    views: Vec<(Epoch, Vec<Rank>)>,
+    tensors: u32,
+    random: u64,
+    now: u64,
+}
+
+fn declarations(sizes: &[u64]) -> Vec<Declaration> {
+    let name = |index: usize| alloc::format!("t{index}");
+    let one = |(index, size): (usize, &u64)| Declaration {
+        name: name(index),
+        shape: vec![*size],
+        dtype: DType::F32,
+        collective: Collective::AllReduce,
+        reduce: ReduceOp::Sum,
+        wire: WireFormat::Fp32,
+        priority: 0,
+    };
+    sizes.iter().enumerate().map(one).collect()
+}
+
+impl World {
+    fn new(size: u32, sizes: &[u64], recovery: Recovery, seed: u64) -> Self {
+        let declared = declarations(sizes);
+        let mut nodes: Vec<Node> = (0..size)
+            .map(|rank| {
+                let timing = Timing { deadline_ns: u64::MAX / 4, ..Timing::default() };
+                let config = SessionConfig {
+                    copies: false,
+                    recovery,
+                    rank: Rank(rank),
+                    world_size: size,
+                    epoch: Epoch(1),
+                    job: JOB,
+                    first_step: Step(0),
+                    timing,
+                };
+                Node {
+                    session: Session::new(config),
+                    state: State::Runs,
+                    views: 0,
+                    results: Vec::new(),
+                    before: None,
+                    waits_for: Vec::new(),
+                    posted: false,
+                    committing: false,
+                    committed: Vec::new(),
+                    aborted: 0,
+                    again: 0,
+                    fault: None,
+                }
+            })
+            .collect();
+        for node in &mut nodes {
+            node.session.declare(vec![1; 10], 0, None).unwrap();
+        }
+        let count = size as usize;
+        let links = vec![vec![VecDeque::new(); count]; count];
+        let mut world =
+            Self { nodes, links, views: Vec::new(), tensors: sizes.len() as u32, random: seed | 1, now: 0 };
+        world.drain();
+        for node in &mut world.nodes {
+            assert_eq!(node.session.take_manifests().len(), count);
+            node.session.lay_out(&declared);
+            node.results = vec![None; node.session.plan().units.len()];
+            node.session.prepare(&vec![Location::default(); count]);
+        }
+        world.drain();
+        assert!(world.nodes.iter().all(|node| node.session.round() == 1));
+        world
+    }
+
+    fn random(&mut self, below: usize) -> usize {
+        // Numerical Recipes' linear congruence; the upper bits are random enough here.
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) as usize % below.max(1)
+    }
+
+    /// Everything that is sent arrives.
+    fn drain(&mut self) {
+        loop {
+            let mut moved = 0;
+            for rank in 0..self.nodes.len() {
+                moved += self.pump(rank, usize::MAX);
+                for from in 0..self.nodes.len() {
+                    moved += usize::from(self.deliver(from, rank));
+                }
+            }
+            if moved == 0 {
+                return;
+            }
+        }
+    }
+
+    /// One rank does up to `most` of what it has to do.
+    fn pump(&mut self, rank: usize, most: usize) -> usize {
+        if self.nodes[rank].state != State::Runs {
+            return 0;
+        }
+        let mut moved = self.take_events(rank);
+        let node = &mut self.nodes[rank];
+        while moved < most
+            && let Some(work) = node.session.poll_work()
+        {
+            let (Work::Reduce(unit) | Work::Publish(unit)) = work;
+            node.results[unit.index()] = Some((node.session.config().epoch, node.session.members().to_vec()));
+            node.session.handle_reduced(work, false, self.now);
+            moved += 1;
+        }
+        let mut bytes = MessageBytes::new();
+        while moved < most
+            && let Some(peer) = node.session.peek_message(&mut bytes)
+        {
+            node.session.pop_message();
+            self.links[rank][peer.index()].push_back(Packet::Message(bytes.to_vec()));
+            moved += 1;
+        }
+        while moved < most
+            && let Some(transmit) = node.session.poll_transmit(self.now + 1_000_000_000)
+        {
+            let header = header(&node.session, &transmit);
+            let units = transmit.unit_first.0..transmit.unit_first.0 + transmit.unit_count;
+            let origins = match header.kind {
+                FrameKind::Result => units.map(|unit| node.results[unit as usize].clone().unwrap()).collect(),
+                _ => Vec::new(),
+            };
+            node.session.handle_sent(&transmit);
+            self.links[rank][transmit.peer.index()].push_back(Packet::Data(header, origins));
+            moved += 1;
+        }
+        moved + self.take_events(rank)
+    }
+
+    fn take_events(&mut self, rank: usize) -> usize {
+        let mut moved = 0;
+        let node = &mut self.nodes[rank];
+        while let Some(event) = node.session.poll_event() {
+            moved += 1;
+            match event {
+                Event::Done { tensor, .. } => node.waits_for.retain(|waits| *waits != tensor),
+                Event::Failed(fault) => node.fault = Some(fault),
+                Event::Entered => {
+                    let new = vec![None; node.session.plan().units.len()];
+                    let old = core::mem::replace(&mut node.results, new);
+                    node.before.get_or_insert(old);
+                    node.session.sync(&vec![Location::default(); 16], self.now);
+                }
+                Event::Again { tensor } => {
+                    node.again += 1;
+                    node.waits_for.push(tensor);
+                }
+                Event::Aborted(_) => {
+                    node.aborted += 1;
+                    node.waits_for.clear();
+                    (node.posted, node.committing) = (false, false);
+                }
+                Event::Committed { commits } => {
+                    assert_eq!(commits, node.committed.len() as u64 + 1, "one after the other");
+                    let results = node.before.as_ref().unwrap_or(&node.results);
+                    // Where there is nothing to add, nobody need have added it.
+                    let units = node.session.plan().units.iter();
+                    let is_empty = |unit: usize| units.clone().nth(unit).is_none_or(|unit| unit.elements == 0);
+                    let origins = results.iter().enumerate().filter(|(unit, _)| !is_empty(*unit));
+                    let origins: Vec<Origin> = origins.filter_map(|(_, origin)| origin.clone()).collect();
+                    node.committed.push(origins);
+                    (node.posted, node.committing) = (false, false);
+                }
+                Event::Synced => node.before = None,
+                Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
+                Event::Farewell | Event::Spoilt { .. } => unreachable!("{event:?}"),
+            }
+        }
+        moved
+    }
+
+    /// What the trainer of this rank does next, if it can do something.
+    fn train(&mut self, rank: usize) -> usize {
+        let tensors = self.tensors;
+        let node = &mut self.nodes[rank];
+        if node.state != State::Runs || node.fault.is_some() || node.committed.len() as u64 == STEPS {
+            return 0;
+        }
+        if !node.posted {
+            node.posted = true;
+            for tensor in (0..tensors).map(TensorId) {
+                node.session.post(tensor, self.now, None).unwrap();
+                node.waits_for.push(tensor);
+            }
+            return 1;
+        }
+        if node.waits_for.is_empty() && !node.committing {
+            // What was done may be begun again by an epoch that the trainer has not heard of.
+            if node.session.begin_commit(self.now, None).is_ok() {
+                node.committing = true;
+                return 1;
+            }
+        }
+        0
+    }
+
+    fn deliver(&mut self, from: usize, to: usize) -> bool {
+        if self.nodes[to].state == State::Stopped {
+            return false;
+        }
+        let Some(packet) = self.links[from][to].pop_front() else { return false };
+        if self.nodes[to].state == State::Dead {
+            return true;
+        }
+        let (node, peer, now) = (&mut self.nodes[to], Rank(from as u32), self.now);
+        match packet {
+            Packet::Message(bytes) => {
+                let (header, body) = bytes.split_at(FRAME_HEADER_BYTES);
+                let header = FrameHeader::decode(header, &JOB).unwrap();
+                node.session.handle_message(peer, &header, body, now).unwrap();
+            }
+            Packet::Data(header, origins) => {
+                if node.session.admit(peer, &header).unwrap() == Admission::Discard {
+                    return true;
+                }
+                assert_eq!(header.epoch, node.session.config().epoch, "nothing of another epoch is applied");
+                if header.kind == FrameKind::Contribution {
+                    node.session.handle_contribution(peer, &header, now);
+                } else {
+                    for (unit, origin) in (header.unit_first.0..).zip(origins) {
+                        node.results[unit as usize] = Some(origin);
+                        node.session.handle_result_unit(UnitIndex(unit), false, now);
+                    }
+                    node.session.handle_result(peer, &header);
+                }
+            }
+        }
+        self.take_events(to);
+        true
+    }
+
+    /// A rank learns of the next view, if there is one.
+    fn learn(&mut self, rank: usize) -> bool {
+        let node = &mut self.nodes[rank];
+        let Some((epoch, members)) = self.views.get(node.views).filter(|_| node.state == State::Runs) else {
+            return false;
+        };
+        node.views += 1;
+        node.session.enter(*epoch, members);
+        self.take_events(rank);
+        true
+    }
+
+    /// The others agree to go on without this rank.
+    fn remove(&mut self, rank: usize) {
+        let (epoch, mut members) = match self.views.last() {
+            Some((epoch, members)) => (Epoch(epoch.0 + 1), members.clone()),
+            None => (Epoch(2), (0..self.nodes.len() as u32).map(Rank).collect()),
+        };
+        members.retain(|member| member.index() != rank);
+        self.views.push((epoch, members));
+    }
+
+    fn step(&mut self) -> usize {
+        let count = self.nodes.len();
+        let mut moved = 0;
+        let rank = self.random(count);
+        match self.random(8) {
+            0 => moved += usize::from(self.learn(rank)),
+            1 | 2 => moved += self.train(rank),
+            3 | 4 => {
+                let most = 1 + self.random(4);
+                moved += self.pump(rank, most);
+            }
+            _ => {
+                let from = self.random(count);
+                moved += usize::from(self.deliver(from, rank));
+            }
+        }
+        moved
+    }
+
+    /// Everything that can happen happens, in order, until nothing can.
+    fn finish(&mut self) {
+        loop {
+            let mut moved = 0;
+            for rank in 0..self.nodes.len() {
+                moved += usize::from(self.learn(rank)) + self.train(rank) + self.pump(rank, usize::MAX);
+                for from in 0..self.nodes.len() {
+                    moved += usize::from(self.deliver(from, rank));
+                }
+            }
+            if moved == 0 {
+                return;
+            }
+        }
+    }
+
+    fn check(&self) {
+        let members = self.views.last().map(|(_, members)| members.clone());
+        let members = members.unwrap_or_else(|| (0..self.nodes.len() as u32).map(Rank).collect());
+        let longest = &self.nodes[members[0].index()].committed;
+        for (rank, node) in self.nodes.iter().enumerate() {
+            assert_eq!(node.fault, None, "rank {rank}");
+            if members.contains(&Rank(rank as u32)) {
+                assert_eq!(node.committed.len() as u64, STEPS, "rank {rank} is not through");
+            }
+            for (step, origins) in node.committed.iter().enumerate() {
+                let one = origins.first();
+                assert!(origins.iter().all(|origin| Some(origin) == one), "rank {rank} step {step}: {origins:?}");
+                assert_eq!(one, longest[step].first(), "rank {rank} has other results of step {step}");
+            }
+        }
+    }
+}
+
+fn header(session: &Session, transmit: &Transmit) -> FrameHeader {
+    let plan = session.plan();
+    let bucket = plan.bucket(transmit.bucket);
+    let units = &plan.units[transmit.unit_first.index()..transmit.unit_first.index() + transmit.unit_count as usize];
+    let elements: u64 = units.iter().map(|unit| u64::from(unit.elements)).sum();
+    let kind = if matches!(transmit.data, Data::Result { .. }) { FrameKind::Result } else { FrameKind::Contribution };
+    let mut header = FrameHeader::new(kind, session.config().epoch);
+    header.bucket = BucketId(transmit.bucket.0);
+    header.unit_first = transmit.unit_first;
+    header.unit_count = transmit.unit_count;
+    header.step = transmit.step;
+    header.commits = transmit.commits;
+    if transmit.data == Data::Offer {
+        header.flags = FLAG_OFFER;
+    } else {
+        header.dtype = Some(bucket.wire);
+        header.payload_len = bucket.wire_bytes(elements) as u32;
+    }
+    header
+}
+
+fn sizes() -> impl Strategy<Value = Vec<u64>> {
+    prop::collection::vec(prop_oneof![Just(0), Just(3), 1u64..30_000, 100_000u64..400_000], 1..4)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_one_rank_commits_all_commit_whoever_is_lost_whenever(
+        size in 2u32..6,
+        sizes in sizes(),
+        seed in any::<u64>(),
+        // When which rank is lost, and whether it was only stopped.
+        losses in prop::collection::vec((1usize..3000, 0usize..6, any::<bool>()), 0..4),
+        redo in prop::bool::weighted(0.8),
+    ) {
+        let recovery = if redo { Recovery::Redo } else { Recovery::Abort };
+        let mut world = World::new(size, &sizes, recovery, seed);
+        let mut left = size as usize;
+        for (after, rank, stopped) in losses {
+            let rank = rank % size as usize;
+            for _ in 0..after {
+                world.step();
+            }
+            if left == 1 || world.nodes[rank].state != State::Runs {
+                continue;
+            }
+            left -= 1;
+            world.nodes[rank].state = if stopped { State::Stopped } else { State::Dead };
+            // What it sent last may be lost with it, from some point on.
+            if !stopped {
+                for to in 0..size as usize {
+                    let kept = world.random(4);
+                    world.links[rank][to].truncate(kept);
+                }
+            }
+            world.remove(rank);
+        }
+        world.finish();
+        // Those that were stopped wake up, find what was sent to them before, and change nothing.
+        for node in world.nodes.iter_mut().filter(|node| node.state == State::Stopped) {
+            node.state = State::Runs;
+        }
+        world.finish();
+        world.check();
+    }
+}
+
+#[test]
+fn without_losses_nothing_is_done_again() {
+    let mut world = World::new(3, &[0, 10, 200_000], Recovery::Redo, 7);
+    world.finish();
+    world.check();
+    assert!(world.nodes.iter().all(|node| node.again == 0 && node.aborted == 0));
+}
+
+#[test]
+fn a_step_that_cannot_be_done_again_is_aborted_by_all_and_repeated() {
+    let mut world = World::new(3, &[10, 200_000], Recovery::Abort, 7);
+    for rank in 0..3 {
+        world.train(rank);
+    }
+    world.pump(0, usize::MAX);
+    world.nodes[2].state = State::Dead;
+    world.remove(2);
+    world.finish();
+    world.check();
+    assert!(world.nodes[..2].iter().all(|node| node.aborted == 1 && node.again == 0));
+}
+
+#[test]
+fn a_tensor_that_was_posted_twice_in_a_step_cannot_be_done_again() {
+    let mut world = World::new(2, &[10], Recovery::Redo, 7);
+    for _ in 0..2 {
+        for rank in 0..2 {
+            world.nodes[rank].session.post(TensorId(0), 0, None).unwrap();
+        }
+        world.drain();
+    }
+    world.nodes[1].state = State::Dead;
+    world.remove(1);
+    world.learn(0);
+    assert_eq!((world.nodes[0].aborted, world.nodes[0].again), (1, 0));
+    assert_eq!(world.nodes[0].session.step(TensorId(0)), Step(0), "it begins anew");
+}
+
+#[test]
+fn operations_of_a_step_that_is_committed_are_waited_for() {
+    let mut world = World::new(2, &[10], Recovery::Redo, 7);
+    world.train(0);
+    let fault = world.nodes[0].session.begin_commit(0, None).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TensorBusy);
+    world.train(1);
+    world.drain();
+    world.nodes[0].session.begin_commit(0, None).unwrap();
+    assert_eq!(world.nodes[0].session.post(TensorId(0), 0, None).unwrap_err().kind, FaultKind::TensorBusy);
+}
+
+#[test]
+fn a_silent_peer_is_reported_once_and_one_that_is_heard_is_not() {
+    let mut world = World::new(3, &[10], Recovery::Redo, 7);
+    world.nodes[2].state = State::Stopped;
+    let mut lost = Vec::new();
+    for _ in 0..20 {
+        world.now += 500_000_000;
+        for rank in 0..3 {
+            let node = &mut world.nodes[rank];
+            if node.state == State::Runs {
+                node.session.handle_timeout(world.now);
+                while let Some(event) = node.session.poll_event() {
+                    let Event::Lost { peer, fault } = event else { continue };
+                    assert_eq!((fault.kind, fault.rank), (FaultKind::RankDied, Some(peer)));
+                    lost.push((rank, peer, world.now / 1_000_000));
+                }
+            }
+        }
+        for (from, to) in [(0, 1), (1, 0)] {
+            world.nodes[to].session.heard(Rank(from), world.now);
+        }
+    }
+    assert_eq!(lost.len(), 2, "{lost:?}");
+    assert!(lost.iter().all(|(_, peer, at)| *peer == Rank(2) && (2500..=4000).contains(at)), "{lost:?}");
+}
