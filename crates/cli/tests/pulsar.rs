@@ -189,7 +189,7 @@ fn ranks_need_no_other_rights_than_those_of_setup() {
     // The namespace of jobs with this version of a model.
     set_up("crew", &["--namespace", "job.v1", "--role", "trainer"]);
     for plane in join_with(&PULSAR.token("trainer", &[])) {
-        plane.expect("a member").leave(DEADLINE).unwrap();
+        plane.expect("a member").leave(DEADLINE, DEADLINE).unwrap();
     }
     for fault in join_with(&PULSAR.token("stranger", &[])) {
         let fault = fault.map(drop).expect_err("not admitted");

@@ -32,7 +32,7 @@ fn main() -> Result<(), Fault> {
             }
         }
         for plane in planes {
-            plane.leave(Duration::from_secs(5))?;
+            plane.leave(Duration::from_secs(5), Duration::from_secs(5))?;
         }
     }
     print("joining with 4 ranks", joins);

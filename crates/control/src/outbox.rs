@@ -144,6 +144,11 @@ impl Publisher {
         true
     }
 
+    /// How many items have their receipts.
+    pub(crate) fn settled(&self) -> u64 {
+        self.0.queue().settled
+    }
+
     /// How many items were refused.
     pub(crate) fn refused(&self) -> u64 {
         self.0.queue().refused

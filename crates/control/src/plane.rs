@@ -19,7 +19,7 @@ use crate::job::JobConfig;
 use crate::outbox::{Item, Publisher, outbox};
 use crate::record::{AuditKind, AuditRecord, VersionRecord};
 use crate::rendezvous::{ControlEvent, Me, Policy};
-use crate::worker::{Order, Shared, Worker, random_id};
+use crate::worker::{Leave, Order, Shared, Worker, random_id};
 
 /// Beyond its deadline, how long the thread may take to say how joining ended.
 const OUTCOME_SLACK: Duration = Duration::from_secs(3);
@@ -54,7 +54,7 @@ pub struct ControlPlane {
     shared: Arc<Shared>,
     publisher: Publisher,
     orders: mpsc::Sender<Order>,
-    leave: watch::Sender<Option<Instant>>,
+    leave: watch::Sender<Option<Leave>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     config: JobConfig,
     rank: Rank,
@@ -276,30 +276,31 @@ impl ControlPlane {
         Ok(started)
     }
 
-    /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done
-    /// or the time is over.
+    /// Leaves the job in good order: writes what is queued, then that this rank has left. Returns when that is done, or
+    /// the broker has taken nothing for as long as `patience`, or after `timeout`.
     ///
     /// # Errors
     /// [`FaultKind::Unrecorded`] that says how many records the broker has not taken. They are lost.
-    pub fn leave(&self, timeout: Duration) -> Result<(), Fault> {
-        self.end(timeout);
+    pub fn leave(&self, patience: Duration, timeout: Duration) -> Result<(), Fault> {
+        let since = Instant::now();
+        self.end(patience, timeout);
         self.publisher.wait(Duration::ZERO).map_err(|missing| {
             let detail = format!(
-                "{missing} version and audit records are not on record: the broker did not take them within {} s of \
+                "{missing} version and audit records are not on record: the broker did not take them within {:.1} s of \
                  leaving; was it away?",
-                timeout.as_secs_f64()
+                since.elapsed().as_secs_f64()
             );
             Fault::new(FaultKind::Unrecorded, detail)
         })
     }
 
-    fn end(&self, timeout: Duration) {
+    fn end(&self, patience: Duration, timeout: Duration) {
         // What it publishes is still written below.
         drop(self.copies.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let by = Instant::now() + timeout;
+        let limits = Leave { patience, by: Instant::now() + timeout };
         self.leave.send_if_modified(|leave| {
             let first = leave.is_none();
-            leave.get_or_insert(by);
+            leave.get_or_insert(limits);
             first
         });
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -313,7 +314,7 @@ impl ControlPlane {
 
 impl Drop for ControlPlane {
     fn drop(&mut self) {
-        self.end(DROP_MAX);
+        self.end(DROP_MAX, DROP_MAX);
     }
 }
 

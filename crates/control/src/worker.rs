@@ -13,7 +13,7 @@ use futures::stream::FuturesOrdered;
 use gradwire_proto::membership::{Body, RecordId, View};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::job::JobConfig;
 use crate::link::{Client, Link, LinkError, Position, Start, receipt, unique_name};
@@ -89,11 +89,20 @@ pub(crate) struct Worker {
     pub(crate) publisher: Publisher,
     pub(crate) outbox: Outbox,
     pub(crate) orders: mpsc::Receiver<Order>,
-    /// Set when the owner leaves: by when.
-    pub(crate) leave: watch::Receiver<Option<Instant>>,
+    /// Set when the owner leaves.
+    pub(crate) leave: watch::Receiver<Option<Leave>>,
     pub(crate) shared: Arc<Shared>,
     /// Takes the outcome of joining, once.
     pub(crate) joined: SyncSender<Result<View, Fault>>,
+}
+
+/// How long an owner that leaves waits for the broker.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leave {
+    /// Without a receipt.
+    pub(crate) patience: Duration,
+    /// In any case.
+    pub(crate) by: Instant,
 }
 
 /// What the owner wants to be said.
@@ -118,9 +127,20 @@ impl Worker {
             outcome_told: false,
             leaving: false,
         };
+        let publisher = running.worker.publisher.clone();
         let left = async move {
-            let by = told_to_leave(&mut leave).await;
-            sleep_until(by).await;
+            // An owner that is gone without a word waits for nothing.
+            let Some(Leave { patience, by }) = told_to_leave(&mut leave).await else { return };
+            let mut settled = publisher.settled();
+            let mut give_up = Instant::now() + patience;
+            while Instant::now() < give_up.min(by) {
+                sleep(patience / 16).await;
+                let now = publisher.settled();
+                if now != settled {
+                    settled = now;
+                    give_up = Instant::now() + patience;
+                }
+            }
         };
         tokio::select! {
             () = running.supervise() => {}
@@ -435,9 +455,9 @@ impl Running {
     }
 }
 
-/// Waits until the owner leaves. Gives the time by which it wants to be gone: now, if it is gone without a word.
-async fn told_to_leave(leave: &mut watch::Receiver<Option<Instant>>) -> Instant {
-    leave.wait_for(Option::is_some).await.ok().and_then(|by| *by).unwrap_or_else(Instant::now)
+/// Waits until the owner leaves. Nothing, if it is gone without a word.
+async fn told_to_leave(leave: &mut watch::Receiver<Option<Leave>>) -> Option<Leave> {
+    leave.wait_for(Option::is_some).await.ok().and_then(|leave| *leave)
 }
 
 /// Sleeps until then; for ever without a time.

@@ -60,7 +60,7 @@ fn a_job_shrinks_and_grows_while_it_runs() {
     let broker = test_broker();
     let config = job(broker.url(), &unique("grow"), 1);
     let mut planes = start(&config, 3);
-    planes.pop().unwrap().leave(PATIENCE).unwrap();
+    planes.pop().unwrap().leave(PATIENCE, PATIENCE).unwrap();
     assert!(planes.iter().all(|plane| ranks(&view(plane)) == [0, 1]));
     // A new process of rank 2; then one of rank 0, while that is still there.
     let (restarted, its_view) = ControlPlane::join(elastic(&config, 2, 3)).expect("a member");
@@ -71,7 +71,7 @@ fn a_job_shrinks_and_grows_while_it_runs() {
     let fault = ControlPlane::join(waiting).expect_err("rank 0 lives");
     assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(0))));
     assert!(fault.detail.contains("held by a process on 'host-0'"), "{fault}");
-    restarted.leave(PATIENCE).unwrap();
+    restarted.leave(PATIENCE, PATIENCE).unwrap();
     assert!(planes.iter().all(|plane| ranks(&view(plane)) == [0, 1]));
 }
 
@@ -86,7 +86,7 @@ fn a_late_joiner_starts_from_the_latest_snapshot() {
     for _ in 0..5 {
         let (restarted, its_view) = ControlPlane::join(elastic(&config, 1, 2)).expect("a member");
         assert_eq!((ranks(&its_view), view(&planes[0])), (vec![0, 1], its_view));
-        restarted.leave(PATIENCE).unwrap();
+        restarted.leave(PATIENCE, PATIENCE).unwrap();
         assert_eq!(ranks(&view(&planes[0])), [0]);
     }
     let snapshots = messages(broker.url(), &config.topic(Topic::Snapshots));

@@ -38,7 +38,7 @@ fn live_and_die(config: &JobConfig, how: u32) {
     }
     members[0].publish_version(version(0, 1, 3)).unwrap();
     match how % 3 {
-        0 => members.drain(..).for_each(|member| member.leave(PATIENCE).unwrap()),
+        0 => members.drain(..).for_each(|member| member.leave(PATIENCE, PATIENCE).unwrap()),
         1 => drop(members),
         _ => {
             // A second process of a rank that is taken is refused, and closes what it had opened.

@@ -27,7 +27,7 @@ fn one_to_eight_ranks_agree_on_the_members() {
             assert_eq!(membership.epoch, Epoch(1));
             let names: Vec<_> = membership.members.iter().map(|member| member.endpoint.hostname.clone()).collect();
             assert_eq!(names, (0..world_size).map(|rank| format!("host-{rank}")).collect::<Vec<_>>());
-            plane.leave(PATIENCE).unwrap();
+            plane.leave(PATIENCE, PATIENCE).unwrap();
         }
     }
 }
@@ -39,7 +39,7 @@ fn a_job_can_be_launched_again_at_once_after_it_left() {
     for launch in 1..4 {
         let config = job(broker.url(), &name, launch);
         for plane in planes(join_all((0..2).map(|rank| request(&config, rank, 2)).collect())) {
-            plane.leave(PATIENCE).unwrap();
+            plane.leave(PATIENCE, PATIENCE).unwrap();
         }
     }
 }

@@ -314,7 +314,8 @@ impl Group {
     }
 
     /// Leaves the job in good order: the other ranks get what they still need from this one, for 2 seconds at most,
-    /// and version records are published. Operations in flight are waited for first.
+    /// and version records are published, while the broker takes one every 2 seconds at least, up to the deadline.
+    /// Operations in flight are waited for first.
     ///
     /// # Errors
     /// Why the job failed, if it did; [`FaultKind::Unrecorded`] when commits could not be published, because the broker
@@ -355,7 +356,7 @@ impl Group {
                 control.report(&fault);
             }
             audit_rejected(&control, self.driver.with_engine(crate::engine::Engine::take_rejected));
-            recorded = control.leave(FAREWELL_MAX);
+            recorded = control.leave(FAREWELL_MAX, self.identity.deadline);
         }
         if self.guard.as_ref().is_some_and(Guard::serves_broker) {
             // The others say to this process's broker that they leave.

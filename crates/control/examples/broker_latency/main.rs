@@ -1,25 +1,19 @@
 //! Measures a broker through the `pulsar` crate, and prints JSON: publish to consume, small messages per second, and
-//! the replay of a log. The replay is measured a second time with a client that only counts frames, because the crate
-//! takes longer to unpack a record than a broker takes to send it.
+//! the replay of a log. The last two are measured a second time with a client that does as little as possible with each
+//! frame, because the crate takes longer for a message than a broker does.
 //!
 //! `cargo run --release -p gradwire-control --example broker_latency [pulsar://host:port]`; without URL it measures
 //! the embedded broker, in its own process.
 
-use std::io::{BufReader, Read as _, Write as _};
-use std::net::TcpStream;
+mod frames;
+
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use bytes::BytesMut;
 use futures::StreamExt;
 use gradwire_control::{BrokerConfig, EmbeddedBroker};
 use pulsar::consumer::InitialPosition;
-use pulsar::message::Codec;
-use pulsar::message::proto::{
-    BaseCommand, CommandConnect, CommandFlow, CommandLookupTopic, CommandSubscribe, base_command::Type,
-};
 use pulsar::producer::Message;
 use pulsar::{Consumer, ConsumerOptions, Error, Producer, ProducerOptions, Pulsar, SubType, TokioExecutor};
-use tokio_util::codec::Encoder;
 
 type Client = Pulsar<TokioExecutor>;
 
@@ -56,12 +50,13 @@ async fn measure(url: &str) -> Result<String, Box<dyn std::error::Error>> {
     let topic = topic("replay");
     fill(producer(&sending, &topic).await?, RECORDS, RECORD_BYTES).await?;
     let replay_by_crate = replay(&receiving, &topic).await?;
-    let replay_by_frames = replay_by_frames(url, &topic)?;
+    let replay_by_frames = frames::replay(url, &topic, RECORDS)?;
+    let rate_by_frames = frames::small_messages(url, &self::topic("frames"), SMALL_MESSAGES, SMALL_BYTES, WINDOW)?;
     let us = |time: Duration| time.as_secs_f64() * 1e6;
     Ok(format!(
         "\"publish_to_consume_us\":{{\"bytes\":{MESSAGE_BYTES},\"messages\":{LATENCY_MESSAGES},\"median\":{:.1},\
          \"p99\":{:.1},\"worst\":{:.1}}},\"small_messages_per_s\":{{\"bytes\":{SMALL_BYTES},\
-         \"messages\":{SMALL_MESSAGES},\"rate\":{rate:.0}}},\"replay_ms\":{{\"bytes\":{RECORD_BYTES},\
+         \"messages\":{SMALL_MESSAGES},\"by_crate\":{rate:.0},\"by_frames\":{rate_by_frames:.0}}},\"replay_ms\":{{\"bytes\":{RECORD_BYTES},\
          \"records\":{RECORDS},\"by_crate\":{:.1},\"by_frames\":{:.1}}}",
         us(median),
         us(p99),
@@ -122,62 +117,6 @@ async fn replay(receiving: &Client, topic: &str) -> Result<Duration, Error> {
         }
     }
     Ok(started.elapsed())
-}
-
-/// The same by a plain socket, from the first command to the last record.
-fn replay_by_frames(url: &str, topic: &str) -> std::io::Result<Duration> {
-    let address = url.strip_prefix("pulsar://").unwrap_or(url);
-    let started = Instant::now();
-    let mut stream = BufReader::with_capacity(1 << 20, TcpStream::connect(address)?);
-    let connect =
-        CommandConnect { client_version: "measure".to_owned(), protocol_version: Some(12), ..Default::default() };
-    ask(&mut stream, BaseCommand { connect: Some(connect), ..command(Type::Connect) })?;
-    let lookup = CommandLookupTopic { topic: topic.to_owned(), request_id: 1, ..Default::default() };
-    ask(&mut stream, BaseCommand { lookup_topic: Some(lookup), ..command(Type::Lookup) })?;
-    let subscribe = CommandSubscribe {
-        topic: topic.to_owned(),
-        subscription: "frames".to_owned(),
-        consumer_id: 1,
-        request_id: 2,
-        durable: Some(false),
-        initial_position: Some(1),
-        ..Default::default()
-    };
-    ask(&mut stream, BaseCommand { subscribe: Some(subscribe), ..command(Type::Subscribe) })?;
-    let flow = CommandFlow { consumer_id: 1, message_permits: RECORDS as u32 };
-    say(&mut stream, BaseCommand { flow: Some(flow), ..command(Type::Flow) })?;
-    let (mut records, mut frame) = (0, Vec::new());
-    while records < RECORDS {
-        hear(&mut stream, &mut frame)?;
-        // Behind the command's size comes its type: the number of its field, and 9 for MESSAGE.
-        records += usize::from(frame.get(4..6) == Some(&[8, 9]));
-    }
-    Ok(started.elapsed())
-}
-
-fn command(kind: Type) -> BaseCommand {
-    BaseCommand { r#type: kind as i32, ..Default::default() }
-}
-
-/// Sends a command and waits for its answer.
-fn ask(stream: &mut BufReader<TcpStream>, command: BaseCommand) -> std::io::Result<()> {
-    say(stream, command)?;
-    hear(stream, &mut Vec::new())
-}
-
-fn say(stream: &mut BufReader<TcpStream>, command: BaseCommand) -> std::io::Result<()> {
-    let mut frame = BytesMut::new();
-    let message = pulsar::message::Message { command, payload: None };
-    Codec.encode(message, &mut frame).map_err(std::io::Error::other)?;
-    stream.get_mut().write_all(&frame)
-}
-
-/// Reads one frame.
-fn hear(stream: &mut BufReader<TcpStream>, frame: &mut Vec<u8>) -> std::io::Result<()> {
-    let mut total = [0; 4];
-    stream.read_exact(&mut total)?;
-    frame.resize(u32::from_be_bytes(total) as usize, 0);
-    stream.read_exact(frame)
 }
 
 async fn fill(mut producer: Producer<TokioExecutor>, messages: usize, bytes: usize) -> Result<(), Error> {
