@@ -8,7 +8,7 @@ use gradwire_control::{COMMIT_INTERVAL_DEFAULT, ControlEvent, ControlPlane, JobC
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
 use gradwire_proto::limits::STEPS_MAX;
-use gradwire_proto::session::{SessionConfig, Timing};
+use gradwire_proto::session::{Recovery, SessionConfig, Timing};
 use gradwire_proto::{Epoch, Fault, FaultKind, Secret, Step, WireFormat};
 use gradwire_transport::Transport;
 use gradwire_transport::establish::{ListenConfig, Listeners};
@@ -38,12 +38,15 @@ pub struct Builder {
     commit_interval: Duration,
     retain_steps: usize,
     first_step: Step,
+    recovery: Recovery,
+    ranks_min: u32,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
-    /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS` and `GRADWIRE_RETAIN_STEPS` as defaults.
+    /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS`, `GRADWIRE_RETAIN_STEPS`, `GRADWIRE_RECOVERY` (fail,
+    /// abort, redo) and `GRADWIRE_RANKS_MIN` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
@@ -67,9 +70,48 @@ impl Builder {
             None => 0,
             Some(text) => text.parse().map_err(|_| wrong("GRADWIRE_RETAIN_STEPS", &text, "a number of steps"))?,
         };
-        let place = crate::env::from_process(deadline)?;
-        let place = Some(place);
-        Ok(Self { place, transport, wire, integrity, deadline, commit_interval, retain_steps, first_step: Step(0) })
+        let recovery = match variable("GRADWIRE_RECOVERY").as_deref() {
+            None | Some("fail") => Recovery::Fail,
+            Some("abort") => Recovery::Abort,
+            Some("redo") => Recovery::Redo,
+            Some(text) => return Err(wrong("GRADWIRE_RECOVERY", text, "fail, abort or redo")),
+        };
+        let ranks_min = match variable("GRADWIRE_RANKS_MIN") {
+            None => 1,
+            Some(text) => {
+                let number = text.parse().ok().filter(|number| *number > 0);
+                number.ok_or_else(|| wrong("GRADWIRE_RANKS_MIN", &text, "a number of ranks, at least 1"))?
+            }
+        };
+        let place = Some(crate::env::from_process(deadline)?);
+        let first_step = Step(0);
+        Ok(Self {
+            place,
+            transport,
+            wire,
+            integrity,
+            deadline,
+            commit_interval,
+            retain_steps,
+            first_step,
+            recovery,
+            ranks_min,
+        })
+    }
+
+    /// What becomes of the job when a rank is lost: [`Recovery::Fail`] by default. Must be the same on every rank.
+    #[must_use]
+    pub const fn recovery(mut self, recovery: Recovery) -> Self {
+        self.recovery = recovery;
+        self
+    }
+
+    /// With fewer ranks than this the others do not go on, but fail at their deadline: 1 by default. Must be the same on
+    /// every rank.
+    #[must_use]
+    pub const fn ranks_min(mut self, ranks: u32) -> Self {
+        self.ranks_min = ranks;
+        self
     }
 
     /// Which links to use between ranks.
@@ -146,7 +188,7 @@ impl Builder {
         let (control, epoch, members) = if place.world_size == 1 {
             (None, Epoch(1), vec![listeners.endpoint().clone()])
         } else {
-            let request = join_request(&place, &listeners, self.deadline, self.commit_interval)?;
+            let request = self.join_request(&place, &listeners)?;
             let (control, view) = ControlPlane::join(request)?;
             let members = view.members.into_iter().map(|member| member.endpoint).collect();
             (Some(Arc::new(control)), view.epoch, members)
@@ -185,8 +227,33 @@ impl Builder {
             first_step: self.first_step,
             timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
             copies: self.retain_steps > 0 && control.is_some(),
+            // A rank on its own has nobody to lose.
+            recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
         };
         self.assemble(config, Box::new(links), control, Some(guard), crowded)
+    }
+
+    fn join_request(&self, place: &Place, listeners: &Listeners) -> Result<JoinRequest, Fault> {
+        let broker = place.broker.clone().ok_or_else(|| {
+            let detail = "no broker was given: set GRADWIRE_BROKER to its URL on every rank";
+            Fault::new(FaultKind::BrokerUnreachable, detail)
+        })?;
+        let mut config = JobConfig::new(place.job.clone(), place.instance, place.secret.clone(), broker);
+        config.model_version.clone_from(&place.model_version);
+        config.tenant.clone_from(&place.tenant);
+        let policy = match self.recovery {
+            Recovery::Fail => Policy::Fixed,
+            Recovery::Abort | Recovery::Redo => Policy::Elastic { ranks_min: self.ranks_min },
+        };
+        Ok(JoinRequest {
+            config,
+            rank: place.rank,
+            world_size: place.world_size,
+            policy,
+            endpoint: listeners.endpoint().clone(),
+            deadline: self.deadline,
+            commit_interval: self.commit_interval,
+        })
     }
 
     /// A group over links that are up.
@@ -201,10 +268,10 @@ impl Builder {
         let identity = Identity {
             rank: config.rank,
             world_size: config.world_size,
-            epoch: config.epoch,
             wire: self.wire,
             deadline: self.deadline,
             first_step: self.first_step,
+            recovery: config.recovery,
         };
         let retained = config.copies.then(|| Arc::new(Retained::new(config.epoch, self.retain_steps)));
         if let (Some(control), Some(retained)) = (&control, &retained) {
@@ -234,6 +301,7 @@ impl Builder {
             first_step: self.first_step,
             timing,
             copies: self.retain_steps > 0 && control.is_some(),
+            recovery: self.recovery,
         };
         self.assemble(config, transport, control, None, true)
     }
@@ -251,6 +319,8 @@ impl Builder {
             commit_interval: COMMIT_INTERVAL_DEFAULT,
             retain_steps: 0,
             first_step: Step(0),
+            recovery: Recovery::Fail,
+            ranks_min: 1,
         }
     }
 }
@@ -264,29 +334,6 @@ fn raise_descriptor_limit() {
             tracing::debug!(%errno, "the limit on open files stays as it is");
         }
     }
-}
-
-fn join_request(
-    place: &Place,
-    listeners: &Listeners,
-    deadline: Duration,
-    commit_interval: Duration,
-) -> Result<JoinRequest, Fault> {
-    let broker = place.broker.clone().ok_or_else(|| {
-        Fault::new(FaultKind::BrokerUnreachable, "no broker was given: set GRADWIRE_BROKER to its URL on every rank")
-    })?;
-    let mut config = JobConfig::new(place.job.clone(), place.instance, place.secret.clone(), broker);
-    config.model_version.clone_from(&place.model_version);
-    config.tenant.clone_from(&place.tenant);
-    Ok(JoinRequest {
-        config,
-        rank: place.rank,
-        world_size: place.world_size,
-        policy: Policy::Fixed,
-        endpoint: listeners.endpoint().clone(),
-        deadline,
-        commit_interval,
-    })
 }
 
 /// A failure that another rank reported.

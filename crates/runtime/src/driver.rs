@@ -256,6 +256,12 @@ impl Driver {
             }
         }
         let moved = engine.progress();
+        while let Some((peer, fault)) = engine.take_lost() {
+            tracing::warn!(%fault, "a rank is lost");
+            if let Some(control) = &self.control {
+                control.suspect(peer, fault.detail);
+            }
+        }
         while let Some((owner, header, step)) = engine.take_spoilt() {
             self.ask_for_copies(engine, owner, header, step);
         }
@@ -296,8 +302,13 @@ impl Driver {
     fn take_control_events(&self, engine: &mut Engine) {
         let Some(control) = &self.control else { return };
         while let Some(event) = control.event() {
-            if let ControlEvent::Failed(fault) = event {
-                engine.fail(fault);
+            match event {
+                ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => engine.fail(fault),
+                ControlEvent::View(view) => {
+                    let members: Vec<Rank> = view.members.iter().map(|member| member.rank).collect();
+                    engine.enter(view.epoch, &members);
+                }
+                _ => {}
             }
         }
     }

@@ -10,15 +10,15 @@ use gradwire_control::{AuditKind, ControlPlane, VersionRecord};
 use gradwire_proto::limits::TENSOR_NAME_BYTES_MAX;
 use gradwire_proto::manifest::Manifest;
 use gradwire_proto::plan::Plan;
-use gradwire_proto::session::Rejected;
+use gradwire_proto::session::{Recovery, Rejected};
 use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, WireFormat};
 use gradwire_transport::{Buffer, Element};
 
 use crate::driver::Driver;
-use crate::engine::Submission;
+use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
-use crate::types::{OpError, Outcome, Stats, TensorSpec, Version};
+use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Version};
 
 /// Names that begin like this are gradwire's own.
 const RESERVED_PREFIX: &str = "gradwire.";
@@ -48,10 +48,10 @@ pub struct Group {
 pub(crate) struct Identity {
     pub(crate) rank: Rank,
     pub(crate) world_size: u32,
-    pub(crate) epoch: Epoch,
     pub(crate) wire: WireFormat,
     pub(crate) deadline: Duration,
     pub(crate) first_step: Step,
+    pub(crate) recovery: Recovery,
 }
 
 impl fmt::Debug for Group {
@@ -92,16 +92,22 @@ impl Group {
         self.identity.rank
     }
 
-    /// How many ranks there are.
+    /// How many ranks the job began with.
     #[must_use]
     pub const fn world_size(&self) -> u32 {
         self.identity.world_size
     }
 
-    /// The membership view.
+    /// The membership view, as far as this rank knows.
     #[must_use]
-    pub const fn epoch(&self) -> Epoch {
-        self.identity.epoch
+    pub fn epoch(&self) -> Epoch {
+        self.driver.with_engine(|engine| engine.epoch())
+    }
+
+    /// The ranks that take part, ascending, as far as this rank knows.
+    #[must_use]
+    pub fn members(&self) -> Vec<Rank> {
+        self.driver.with_engine(|engine| engine.members().to_vec())
     }
 
     /// The wire format of f32 tensors.
@@ -182,10 +188,15 @@ impl Group {
         Ok(buffer)
     }
 
-    /// The elements of a tensor that are rank `rank`'s block in reduce_scatter and allgather.
+    /// The elements of a tensor that are rank `rank`'s block in reduce_scatter and allgather: none if it is no member
+    /// any more.
     #[must_use]
     pub fn block(&self, tensor: &Tensor, rank: Rank) -> std::ops::Range<u64> {
-        Plan::block(tensor.elements(), self.world_size(), rank)
+        let members = self.members();
+        match members.iter().position(|member| *member == rank) {
+            Some(index) => Plan::block(tensor.elements(), members.len(), index),
+            None => 0..0,
+        }
     }
 
     /// Starts the tensor's operation in place: `data` is this rank's part, and becomes the result. What the operation
@@ -278,25 +289,41 @@ impl Group {
     /// log, behind the steps; commits that follow each other within the commit interval share a record. Wait for the
     /// step's operations first. Never waits for the broker: while it is away, records wait for it.
     ///
+    /// With [`Recovery::Redo`] and [`Recovery::Abort`] it waits until every rank has all results of the step, by the
+    /// deadline: only then no rank that is lost can change them any more. Apply results after the commit, and those in
+    /// [`Commit::replaced`] in place of what was handed out before.
+    ///
     /// Every rank commits equally often, with the same operations in between: an operation that ranks did between
     /// different commits fails everywhere with `OperationMismatch`, instead of adding what does not belong together.
     ///
     /// # Errors
-    /// [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or away for too long. The
-    /// step has ended all the same, with its results; only its version is not on record.
-    pub fn commit(&self) -> Result<Version, Fault> {
+    /// [`FaultKind::StepAborted`] when a rank was lost and the step's operations cannot be done again: the ranks that are
+    /// left repeat it from its beginning. [`FaultKind::Removed`] when they went on without this one. `TensorBusy` while
+    /// operations are in flight. [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or
+    /// away for too long: the step has ended all the same, with its results; only its version is not on record.
+    pub fn commit(&self) -> Result<Commit, Fault> {
+        let Committed { made, replaced } = if self.identity.recovery == Recovery::Fail {
+            self.driver.with_engine(|engine| engine.commit())
+        } else {
+            self.driver.with_engine(|engine| engine.begin_commit(self.identity.deadline))?;
+            self.driver.drive_to(None, |engine| !engine.is_committing());
+            self.driver.with_engine(|engine| engine.take_commit())?
+        };
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
-        let epoch = self.identity.epoch;
-        let (crcs, rejected) = self.driver.with_engine(|engine| (engine.commit(), engine.take_rejected()));
+        let Made { epoch, contributors, crcs } = made;
         if let Some(control) = &self.control {
-            audit_rejected(control, rejected);
-            let contributors = (0..self.world_size()).map(Rank).collect();
-            let record = VersionRecord { epoch, step, owner: self.rank(), contributors, crcs };
+            audit_rejected(control, self.driver.with_engine(crate::engine::Engine::take_rejected));
+            let record = VersionRecord { epoch, step, owner: self.rank(), contributors: contributors.clone(), crcs };
             control.publish_version(record).inspect_err(|_| {
                 self.versions_dropped.fetch_add(1, Ordering::Relaxed);
             })?;
         }
-        Ok(Version { epoch, step })
+        let tensor = |id| Tensor { shared: self.driver.with_engine(|engine| Arc::clone(engine.shared(id))) };
+        let replaced = replaced
+            .into_iter()
+            .map(|(id, output, outcome)| Replaced { tensor: tensor(id), output, outcome })
+            .collect();
+        Ok(Commit { version: Version { epoch, step }, contributors, replaced })
     }
 
     /// What was counted since the group was made.
@@ -352,6 +379,7 @@ impl Group {
         if let Some(control) = self.control.take() {
             if let Some(fault) = self.driver.with_engine(|engine| engine.fault().cloned())
                 && fault.reporter.is_none()
+                && fault.kind != FaultKind::Removed
             {
                 control.report(&fault);
             }

@@ -68,6 +68,16 @@ impl TensorShared {
         }
     }
 
+    /// Takes back a result that its handle has not taken: the operation is in flight again. Nothing if it was taken, or
+    /// nobody wants it.
+    pub(crate) fn take_back(&self) -> Option<OpResult> {
+        let result = if self.is_ready() { self.results.pop() } else { None };
+        if result.is_some() {
+            self.state.store(IN_FLIGHT, Ordering::Release);
+        }
+        result
+    }
+
     fn take(&self) -> Option<OpResult> {
         let result = if self.is_ready() { self.results.pop() } else { None };
         if result.is_some() {

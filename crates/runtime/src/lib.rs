@@ -31,8 +31,11 @@ mod tests;
 mod types;
 
 pub use builder::Builder;
+pub use gradwire_proto::session::Recovery;
 pub use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Scope, Secret, Step, WireFormat};
 pub use gradwire_transport::{Buffer, Element};
 pub use group::Group;
 pub use handle::{Handle, Tensor};
-pub use types::{Completed, Integrity, OpError, Outcome, Stats, TensorSpec, TransportChoice, Version};
+pub use types::{
+    Commit, Completed, Integrity, OpError, Outcome, Replaced, Stats, TensorSpec, TransportChoice, Version,
+};

@@ -203,7 +203,7 @@ fn spoilt_sums(group: &Group) {
             let expected: usize = (0..3).map(|rank| (at * 7 + rank * 13) % 100).sum();
             assert_eq!(*sum, expected as f32, "element {at}");
         }
-        group.commit().expect("on record");
+        assert!(group.commit().expect("on record").replaced.is_empty());
     }
 }
 

@@ -4,8 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, ReduceOp, Step, WireFormat};
+use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Step, WireFormat};
 use gradwire_transport::Buffer;
+
+use crate::handle::Tensor;
 
 /// Which links to use between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -149,7 +151,8 @@ pub struct Outcome {
 /// A finished operation's buffers and outcome.
 #[derive(Debug)]
 pub struct Completed {
-    /// Out of place: the contribution, unchanged. In place: `None`.
+    /// Out of place: the contribution, unchanged. In place: `None`; and with
+    /// [`Recovery::Redo`](crate::Recovery::Redo), where it is kept until the commit.
     pub input: Option<Buffer>,
     /// The result.
     pub output: Buffer,
@@ -194,6 +197,31 @@ pub struct Version {
     pub epoch: Epoch,
     /// Counts commits, beginning with the job's first step.
     pub step: Step,
+}
+
+/// A step that is final: every rank has the results that this one has.
+#[derive(Debug)]
+#[must_use = "results of the step may have been replaced"]
+pub struct Commit {
+    /// Names what the step made.
+    pub version: Version,
+    /// Whose contributions are in every result of the step, ascending.
+    pub contributors: Vec<Rank>,
+    /// A rank was lost in this step after operations had ended, and the others did them again without it: these results
+    /// count in place of those that were handed out. Always empty with [`Recovery::Fail`](crate::Recovery::Fail) and
+    /// [`Recovery::Abort`](crate::Recovery::Abort).
+    pub replaced: Vec<Replaced>,
+}
+
+/// A result that replaces one which was handed out before.
+#[derive(Debug)]
+pub struct Replaced {
+    /// The tensor.
+    pub tensor: Tensor,
+    /// The result.
+    pub output: Buffer,
+    /// How it ended.
+    pub outcome: Outcome,
 }
 
 /// What was counted since the group was made.

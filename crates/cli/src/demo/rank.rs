@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use gradwire::{
-    Buffer, Builder, Collective, DType, Fault, FaultKind, Group, Handle, Rank, ReduceOp, Tensor, TensorSpec,
+    Buffer, Builder, Collective, DType, Fault, FaultKind, Group, Handle, Rank, ReduceOp, Replaced, Tensor, TensorSpec,
 };
 use ndarray::Array2;
 use serde::{Deserialize, Serialize};
@@ -165,10 +165,19 @@ impl<'a> Trainer<'a> {
         let part = split.train.select(&batches.next()[share(BATCH, rank, world)]);
         let loss =
             model.backward(&part, gradient_scale(world), |index, gradient| gradients[index].submit(group, gradient))?;
-        for (index, gradient) in gradients.iter_mut().enumerate() {
-            gradient.wait(step, |mean| optimizer.update(model, index, mean.iter().copied()))?;
+        for gradient in gradients.iter_mut() {
+            gradient.wait(step)?;
         }
-        group.commit()?;
+        // From here on no rank that is lost changes the results any more.
+        for Replaced { tensor, output, .. } in group.commit()?.replaced {
+            if let Some(gradient) = gradients.iter_mut().find(|gradient| gradient.tensor.name() == tensor.name()) {
+                gradient.buffer = Some(output);
+            }
+        }
+        for (index, gradient) in gradients.iter().enumerate() {
+            let Some(mean) = &gradient.buffer else { continue };
+            optimizer.update(model, index, mean.as_slice::<f32>().iter().copied());
+        }
         Ok(loss)
     }
 }
@@ -184,14 +193,13 @@ impl Gradient {
         Ok(())
     }
 
-    fn wait(&mut self, step: u32, use_mean: impl FnOnce(&[f32])) -> Result<(), Fault> {
+    fn wait(&mut self, step: u32) -> Result<(), Fault> {
         let Some(handle) = self.handle.take() else { return Ok(()) };
         let completed = handle.wait().map_err(|error| error.fault)?;
         if completed.outcome.found_nonfinite {
             let detail = format!("gradients became infinite or NaN in step {step}: try another --seed or --wire fp32");
             return Err(Fault::new(FaultKind::InvalidArgument, detail));
         }
-        use_mean(completed.output.as_slice::<f32>());
         self.buffer = Some(completed.output);
         Ok(())
     }

@@ -106,10 +106,7 @@ impl Session {
 
     fn check_committed(&mut self) {
         let said = self.committing.as_ref().is_some_and(|committing| committing.said);
-        if said
-            && !self.syncing
-            && self.others().all(|peer| self.peers[peer.index()].has_all_of > self.commits)
-        {
+        if said && !self.syncing && self.others().all(|peer| self.peers[peer.index()].has_all_of > self.commits) {
             self.committing = None;
             self.pass();
             self.events.push_back(Event::Committed { commits: self.commits });
@@ -143,14 +140,17 @@ impl Session {
     pub(super) fn unsynced(&self) -> Option<Fault> {
         let lost = self.others().find(|peer| self.peers[peer.index()].lost);
         if let (false, Some(rank)) = (self.syncing, lost) {
-            let detail = format!("{rank} was lost, and the others did not agree in time on how to go on without it: the broker may be away, or too few ranks left");
+            let detail = format!(
+                "{rank} was lost, and the others did not agree in time on how to go on without it: the broker may be away, or too few ranks left"
+            );
             return Some(Fault::new(FaultKind::RankDied, detail).at(rank));
         }
         if !self.syncing {
             return None;
         }
         let behind: Vec<Rank> = self.others().filter(|peer| !self.is_in_epoch(*peer)).collect();
-        let detail = format!("{} did not enter {} before the deadline", name_ranks(behind.iter().copied()), self.config.epoch);
+        let detail =
+            format!("{} did not enter {} before the deadline", name_ranks(behind.iter().copied()), self.config.epoch);
         let fault = Fault::new(FaultKind::DeadlineExceeded, detail);
         Some(behind.first().map_or(fault.clone(), |rank| fault.at(*rank)))
     }
@@ -242,6 +242,12 @@ impl Session {
         self.check_synced(now);
     }
 
+    /// Whether an epoch was entered, and some member is not known to have followed and to know what becomes of the step.
+    #[must_use]
+    pub fn is_syncing(&self) -> bool {
+        self.syncing || self.others().any(|peer| !self.peers[peer.index()].open)
+    }
+
     /// Tensors that were posted since the last commit.
     fn touched(&self) -> Vec<TensorId> {
         let tensors = self.tensors.iter().zip((0..).map(TensorId));
@@ -261,13 +267,7 @@ impl Session {
         self.peers[peer.index()].sync.as_ref().is_some_and(|sync| sync.epoch == self.config.epoch)
     }
 
-    pub(super) fn handle_sync(
-        &mut self,
-        peer: Rank,
-        header: &FrameHeader,
-        body: &[u8],
-        now: u64,
-    ) -> Result<(), Fault> {
+    pub(super) fn handle_sync(&mut self, peer: Rank, header: &FrameHeader, body: &[u8], now: u64) -> Result<(), Fault> {
         let bad = || Fault::violation(peer, "word of how far it is that cannot be read");
         let mut reader = Reader::new(body);
         let mut empties = Vec::new();
@@ -448,7 +448,10 @@ impl Session {
             }
             let silent = now.saturating_sub(state.heard_at);
             if silent > self.config.timing.silence_ns && !state.left {
-                let detail = format!("nothing came from {peer} for {} ms: it is stopped, overloaded or cut off", silent / 1_000_000);
+                let detail = format!(
+                    "nothing came from {peer} for {} ms: it is stopped, overloaded or cut off",
+                    silent / 1_000_000
+                );
                 self.lose(peer, Fault::new(FaultKind::RankDied, detail).at(peer));
             }
             self.say(Outgoing::Heartbeat(peer));

@@ -115,8 +115,7 @@ impl World {
         }
         let count = size as usize;
         let links = vec![vec![VecDeque::new(); count]; count];
-        let mut world =
-            Self { nodes, links, views: Vec::new(), tensors: sizes.len() as u32, random: seed | 1, now: 0 };
+        let mut world = Self { nodes, links, views: Vec::new(), tensors: sizes.len() as u32, random: seed | 1, now: 0 };
         world.drain();
         for node in &mut world.nodes {
             assert_eq!(node.session.take_manifests().len(), count);

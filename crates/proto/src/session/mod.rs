@@ -38,8 +38,8 @@ use core::ops::Range;
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
-use crate::manifest::Declaration;
 use crate::ids::{BucketId, Rank, Step, TensorId, UnitIndex};
+use crate::manifest::Declaration;
 use crate::plan::Plan;
 
 pub use frames::Admission;
@@ -415,9 +415,12 @@ impl Session {
         self.declaring = None;
         self.committing = None;
         self.syncing = false;
-        for peer in self.others() {
-            if self.peers[peer.index()].reachable() {
-                self.outgoing.push_back(Outgoing::Abort(peer));
+        // Those who went on without this rank are not concerned.
+        if fault.kind != FaultKind::Removed {
+            for peer in self.others() {
+                if self.peers[peer.index()].reachable() {
+                    self.outgoing.push_back(Outgoing::Abort(peer));
+                }
             }
         }
         self.active.clear();

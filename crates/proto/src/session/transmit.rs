@@ -52,8 +52,10 @@ impl Session {
             Outgoing::Goodbye(_) => self.active.is_empty() && self.queue.is_empty(),
             _ => true,
         };
-        let always =
-            matches!(message, Outgoing::Abort(_) | Outgoing::Heartbeat(_) | Outgoing::Sync { .. } | Outgoing::Synced(_));
+        let always = matches!(
+            message,
+            Outgoing::Abort(_) | Outgoing::Heartbeat(_) | Outgoing::Sync { .. } | Outgoing::Synced(_)
+        );
         let peer = message.peer().index();
         drained && (always || self.peers[peer].open) && !self.blocked.get(peer)
     }

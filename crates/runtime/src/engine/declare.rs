@@ -53,6 +53,8 @@ impl Engine {
         }
         let declarations = agree(&manifests)?;
         let first = self.session.lay_out(&declarations);
+        self.memory.buckets.truncate(first as usize);
+        self.slots.truncate(self.session.plan().tensors.len() - declarations.len());
         let me = self.rank();
         let plan = self.session.plan();
         self.memory.add_round(plan, first, me, &self.capabilities, &mut *self.transport)?;
@@ -61,16 +63,20 @@ impl Engine {
             let bucket = plan.bucket(tensor.bucket);
             let bytes = usize::try_from(tensor.elements * bucket.dtype.size() as u64).unwrap_or(usize::MAX);
             let shared = TensorShared::new(TensorId(index as u32), tensor, bucket, Pool::new(bytes));
-            self.slots.push(Slot { input: None, output: None, shared });
+            self.slots.push(Slot { input: None, output: None, retained: None, replaces: false, shared });
         }
         self.finishing.reserve(self.slots.len());
-        let landings: Vec<Location> = self.memory.rounds.last().map_or(Vec::new(), |round| {
+        self.session.prepare(&self.landings());
+        Ok(())
+    }
+
+    /// By rank: where contributions to the latest round are to be written.
+    pub(super) fn landings(&self) -> Vec<Location> {
+        self.memory.rounds.last().map_or(Vec::new(), |round| {
             let of = |buffer: &Option<gradwire_transport::Buffer>| {
                 buffer.as_ref().map_or(Location::default(), |buffer| Location { region: buffer.key(), offset: 0 })
             };
             round.landings.iter().map(of).collect()
-        });
-        self.session.prepare(&landings);
-        Ok(())
+        })
     }
 }

@@ -27,6 +27,9 @@ pub(super) struct Memory {
     pub(super) retained: Option<Arc<Retained>>,
     /// The step that the next commit ends.
     pub(super) step: Step,
+    /// Writes of earlier epochs that still read memory, and what they may read.
+    pub(super) old_writes_in_flight: u32,
+    pub(super) old_rounds: Vec<RoundMemory>,
 }
 
 /// Memory of the buckets of one declaration round.
@@ -56,7 +59,25 @@ pub(super) struct BucketMemory {
 impl Memory {
     pub(super) fn new(retained: Option<Arc<Retained>>, step: Step) -> Self {
         let (rounds, buckets, crcs) = (Vec::new(), Vec::new(), Vec::new());
-        Self { rounds, buckets, crcs, dirty: Bits::default(), retained, step }
+        let (old_writes_in_flight, old_rounds) = (0, Vec::new());
+        Self { rounds, buckets, crcs, dirty: Bits::default(), retained, step, old_writes_in_flight, old_rounds }
+    }
+
+    /// Makes room for another layout. What is there stays until nothing reads or writes it any more.
+    pub(super) fn set_aside(&mut self) {
+        self.old_writes_in_flight += self.buckets.iter().map(|bucket| bucket.writes_in_flight).sum::<u32>();
+        self.old_rounds.append(&mut self.rounds);
+        self.buckets.clear();
+        self.crcs.clear();
+        self.dirty = Bits::default();
+    }
+
+    /// Frees what was set aside. No peer may write to it any more.
+    pub(super) fn free_old(&mut self, transport: &mut dyn Transport) {
+        for RoundMemory { contributions, results, landings } in self.old_rounds.drain(..) {
+            let landings = landings.iter().flatten().map(Buffer::key);
+            landings.chain([contributions.key(), results.key()]).for_each(|key| transport.deregister(key));
+        }
     }
 
     /// Allocates and registers what the buckets from `first_bucket` on need.
@@ -69,7 +90,7 @@ impl Memory {
         transport: &mut dyn Transport,
     ) -> Result<(), Fault> {
         let round = self.rounds.len();
-        let world = plan.world_size as usize;
+        let world = capabilities.len();
         let mut staged = 0;
         let mut landing = vec![0; world];
         for bucket in &plan.buckets[first_bucket as usize..] {

@@ -7,6 +7,7 @@
 //! reads the buffer is in flight. When the job fails, buffers that peers may still read are not given back: copies are.
 
 mod declare;
+mod epoch;
 mod memory;
 mod receive;
 mod reduce;
@@ -20,12 +21,14 @@ use std::time::{Duration, Instant};
 
 use gradwire_proto::frame::{FrameHeader, JobTag};
 use gradwire_proto::session::{Event, Rejected, Session, SessionConfig};
-use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
 use crate::handle::{OpResult, TensorShared};
 use crate::retained::Retained;
 use crate::types::{Completed, Integrity, OpError, Outcome, Stats};
+use epoch::Epochs;
+pub(crate) use epoch::{Committed, Made};
 use memory::Memory;
 use receive::Receiver;
 use transmit::Scratch;
@@ -47,6 +50,10 @@ pub(crate) struct Submission {
 struct Slot {
     input: Option<Buffer>,
     output: Option<Buffer>,
+    /// The contribution of an operation that is done, until its step is final: it may have to be done again.
+    retained: Option<Buffer>,
+    /// The operation is done again, and the caller has the result that it gave before.
+    replaces: bool,
     shared: Arc<TensorShared>,
 }
 
@@ -88,6 +95,7 @@ pub(crate) struct Engine {
     /// What was rejected by the last time somebody asked; and by rank.
     rejected: u64,
     rejected_by: Vec<Rejected>,
+    epochs: Epochs,
 }
 
 impl std::fmt::Debug for Engine {
@@ -125,6 +133,7 @@ impl Engine {
             spoilt_asked: Vec::new(),
             rejected: 0,
             rejected_by: vec![Rejected::default(); world as usize],
+            epochs: Epochs::default(),
         }
     }
 
@@ -200,6 +209,10 @@ impl Engine {
     /// Starts an operation, or ends it at once with an error.
     pub(crate) fn submit(&mut self, submission: Submission) {
         let Submission { tensor, input, output, deadline, urgent } = submission;
+        let (input, output) = match self.apart(tensor, input, output) {
+            Ok(buffers) => buffers,
+            Err((fault, output)) => return self.reject(tensor, fault, None, output),
+        };
         if let Err(fault) = self.check_submission(tensor, input.as_ref(), &output) {
             self.reject(tensor, fault, input, output);
             return;
@@ -292,6 +305,8 @@ impl Engine {
         };
         let mut moved = self.transport.poll(&mut receiver);
         moved += self.take_in_place(now);
+        // What an epoch changed has to be known before anything is sent.
+        moved += self.take_events();
         if self.session.poll_timeout().is_some_and(|at| at <= now) {
             self.session.handle_timeout(now);
         }
@@ -301,6 +316,7 @@ impl Engine {
         moved += self.send_data(now);
         moved += self.take_events();
         moved += self.finish();
+        self.free_old();
         moved > 0
     }
 
@@ -319,6 +335,12 @@ impl Engine {
                     self.spoilt.push((peer, header));
                 }
                 Event::Spoilt { .. } => {}
+                Event::Lost { peer, fault } => self.epochs.lost.push((peer, fault)),
+                Event::Entered => self.lay_out_epoch(),
+                Event::Synced => self.epochs.before = None,
+                Event::Again { tensor } => self.do_again(tensor),
+                Event::Aborted(fault) => self.abort_step(&fault),
+                Event::Committed { .. } => self.end_commit(),
             }
         }
         moved
@@ -329,6 +351,7 @@ impl Engine {
         self.failed = true;
         self.finishing.clear();
         self.spoilt.clear();
+        self.epochs.failed(fault);
         for tensor in (0..self.slots.len() as u32).map(TensorId) {
             self.end(tensor, fault.clone());
         }
@@ -340,18 +363,26 @@ impl Engine {
         let mut at = 0;
         while let Some((tensor, step, nonfinite)) = self.finishing.get(at).copied() {
             let bucket = self.session.plan().tensor(tensor).bucket;
-            if self.memory.buckets[bucket.index()].writes_in_flight > 0 {
+            if self.memory.buckets[bucket.index()].writes_in_flight > 0 || self.memory.old_writes_in_flight > 0 {
                 at += 1;
                 continue;
             }
             self.finishing.swap_remove(at);
-            let config = self.session.config();
-            let outcome =
-                Outcome { found_nonfinite: nonfinite, contributors: config.world_size, step, epoch: config.epoch };
+            let contributors = self.session.members().len() as u32;
+            let epoch = self.session.config().epoch;
+            let outcome = Outcome { found_nonfinite: nonfinite, contributors, step, epoch };
+            let retains = self.retains(tensor);
             let slot = &mut self.slots[tensor.index()];
-            let input = slot.input.take();
+            let mut input = slot.input.take();
+            if retains {
+                slot.retained = input.take();
+            }
             if let Some(output) = slot.output.take() {
                 self.ended += 1;
+                if std::mem::take(&mut slot.replaces) {
+                    self.epochs.replaced.push((tensor, output, outcome));
+                    continue;
+                }
                 let completed: OpResult = Ok(Completed { input, output, outcome });
                 slot.shared.complete(completed);
             }
@@ -379,29 +410,32 @@ impl Engine {
 
     /// Whether everything said to peers has left this process.
     pub(crate) fn is_flushed(&self) -> bool {
-        (0..self.session.config().world_size)
-            .map(Rank)
-            .all(|peer| peer == self.rank() || self.transport.is_flushed(peer))
+        self.session.members().iter().all(|peer| *peer == self.rank() || self.transport.is_flushed(*peer))
     }
 
     /// The names of the transports in use, in alphabetical order.
     pub(crate) fn transport_names(&self) -> Vec<&'static str> {
         let me = self.rank();
-        let mut names: Vec<&str> = (0..self.session.config().world_size)
-            .map(Rank)
-            .filter(|peer| *peer != me)
-            .map(|peer| self.transport.name(peer))
-            .collect();
+        let others = self.session.members().iter().filter(|peer| **peer != me);
+        let mut names: Vec<&str> = others.map(|peer| self.transport.name(*peer)).collect();
         names.sort_unstable();
         names.dedup();
         names
     }
 
-    /// Ends a step. Returns the CRC-32 of every unit that this rank reduced in it, with the unit's index.
-    pub(crate) fn commit(&mut self) -> Vec<(UnitIndex, u32)> {
+    /// Ends a step, in a job that fails with its first lost rank.
+    pub(crate) fn commit(&mut self) -> Committed {
         self.session.commit();
         self.memory.step = self.memory.step.next();
-        self.memory.take_checksums()
+        Committed { made: self.made(), replaced: Vec::new() }
+    }
+
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.session.config().epoch
+    }
+
+    pub(crate) fn members(&self) -> &[Rank] {
+        self.session.members()
     }
 
     /// Results that should be asked for as copies: their owner, the frame that they should have come in, and the

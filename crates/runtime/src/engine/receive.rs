@@ -6,10 +6,11 @@ use gradwire_codec::{crc32, unpack};
 use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FrameHeader, FrameKind, JobTag};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
 use gradwire_proto::session::{Admission, Session};
-use gradwire_proto::{Fault, FaultKind, Rank, UnitIndex};
-use gradwire_transport::{Capabilities, Remote, Sink};
+use gradwire_proto::{BucketId, Fault, FaultKind, Rank, UnitIndex};
+use gradwire_transport::{Capabilities, Refused, Remote, Sink};
 
 use super::memory::{Memory, local};
+use super::transmit::write_token;
 use super::{Engine, Slot};
 use crate::types::Stats;
 
@@ -110,6 +111,7 @@ impl Sink for Receiver<'_> {
             return;
         };
         let Some(header) = self.header(peer, head) else { return };
+        self.session.heard(peer, self.now);
         self.stats.wire_bytes_received += message.len() as u64;
         if matches!(header.kind, FrameKind::Contribution | FrameKind::Result) {
             self.inbox.push_back((peer, header));
@@ -122,6 +124,7 @@ impl Sink for Receiver<'_> {
 
     fn written(&mut self, peer: Rank, immediate: &[u8], target: Remote, bytes: usize) {
         let Some(header) = self.header(peer, immediate) else { return };
+        self.session.heard(peer, self.now);
         self.stats.wire_bytes_received += (immediate.len() + bytes) as u64;
         // Where the transport could not ask before, it is asked now.
         let asked = self.capabilities[peer.index()].admission;
@@ -145,8 +148,13 @@ impl Sink for Receiver<'_> {
     }
 
     fn sent(&mut self, _peer: Rank, token: u64) {
-        let memory = &mut self.memory.buckets[token as usize];
-        memory.writes_in_flight = memory.writes_in_flight.saturating_sub(1);
+        let bucket = BucketId(token as u32);
+        let in_flight = if token == write_token(self.session.config().epoch, bucket) {
+            &mut self.memory.buckets[bucket.index()].writes_in_flight
+        } else {
+            &mut self.memory.old_writes_in_flight
+        };
+        *in_flight = in_flight.saturating_sub(1);
     }
 
     fn peer_down(&mut self, peer: Rank, fault: Fault) {
@@ -200,6 +208,10 @@ impl Engine {
             Memory::run_bytes(self.session.plan(), header.unit_first, header.unit_count).start,
         );
         let empty = header.payload_len == 0;
+        if !empty && matches!(self.transport.view(peer, place, header.payload_len as usize), Err(Refused::NoLink)) {
+            // What becomes of the operation is decided when the loss of the link is reported.
+            return Ok(());
+        }
         if !empty && header.flags & FLAG_CHECKED != 0 {
             let data = view(&*self.transport, peer, place, header.payload_len)?;
             if crc32(data) != header.payload_crc {

@@ -3,7 +3,7 @@
 use gradwire_codec::{Input, Outputs, Reduction, crc32, has_nonfinite, pack, unpack};
 use gradwire_proto::session::Work;
 use gradwire_proto::{Fault, FaultKind, Rank, UnitIndex};
-use gradwire_transport::Transport;
+use gradwire_transport::{Refused, Transport};
 
 use super::memory::{Memory, RoundMemory, local};
 use super::{Engine, Slot};
@@ -15,10 +15,12 @@ impl Engine {
             moved += 1;
             let done = match work {
                 Work::Reduce(unit) => self.reduce(unit),
-                Work::Publish(unit) => self.publish(unit),
+                Work::Publish(unit) => self.publish(unit).map(Some),
             };
             match done {
-                Ok(nonfinite) => self.session.handle_reduced(work, nonfinite, now),
+                Ok(Some(nonfinite)) => self.session.handle_reduced(work, nonfinite, now),
+                // What becomes of the operation is decided when the loss of the link is reported.
+                Ok(None) => {}
                 Err(fault) => self.session.fail(fault),
             }
         }
@@ -26,8 +28,9 @@ impl Engine {
     }
 
     /// Adds all contributions to a unit in rank order, into the caller's buffer and, where it is staged, into
-    /// staging memory. Returns whether the result has an infinity or a NaN.
-    fn reduce(&mut self, unit: UnitIndex) -> Result<bool, Fault> {
+    /// staging memory. Returns whether the result has an infinity or a NaN; nothing, if the link to a peer whose
+    /// contribution is read in place has ended.
+    fn reduce(&mut self, unit: UnitIndex) -> Result<Option<bool>, Fault> {
         let Self { session, memory, slots, transport, .. } = self;
         let plan = session.plan();
         let unit_plan = plan.unit(unit);
@@ -53,18 +56,22 @@ impl Engine {
             wire_start,
             wire_len: wire_len as usize,
         };
-        peers.check(me)?;
+        let members = session.members();
+        if !peers.check(members, me)? {
+            return Ok(None);
+        }
         let own = input.as_ref().map(|input| &input.bytes()[native.clone()]);
-        let inputs = |rank: usize| {
-            if rank == me.index() {
+        let inputs = |contributor: usize| {
+            let rank = members[contributor];
+            if rank == me {
                 own.map_or(Input::Own, Input::Native)
             } else {
-                Input::Wire(peers.contribution(rank))
+                Input::Wire(peers.contribution(rank.index()))
             }
         };
         let wire_out = (!bucket.direct).then(|| &mut results.bytes_mut()[staged.clone()]);
         let outputs = Outputs { wire: wire_out, native: Some(&mut output.bytes_mut()[native.clone()]) };
-        let contributors = session.config().world_size;
+        let contributors = members.len() as u32;
         let summary = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors)?.run(inputs, outputs)?;
         let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
         let crc = crc32(sent);
@@ -76,7 +83,7 @@ impl Engine {
             let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
             memory.retain(unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
         }
-        Ok(summary.nonfinite)
+        Ok(Some(summary.nonfinite))
     }
 
     /// Makes this rank's own data for a unit the result: rounded to the wire format in its own buffer too, so that
@@ -122,27 +129,30 @@ struct Peers<'a> {
 }
 
 impl<'a> Peers<'a> {
-    /// Checks once that every contribution can be read, so that [`Peers::contribution`] need not.
-    fn check(&self, me: Rank) -> Result<(), Fault> {
-        for rank in (0..self.landings.len()).filter(|rank| *rank != me.index()) {
-            if self.find(rank).is_none() {
-                return Err(Fault::violation(Rank(rank as u32), "the place of a contribution that cannot be read"));
+    /// Checks once that every contribution can be read, so that [`Peers::contribution`] need not. False if a link has
+    /// ended over which one is read.
+    fn check(&self, members: &[Rank], me: Rank) -> Result<bool, Fault> {
+        for rank in members.iter().filter(|rank| **rank != me) {
+            match self.find(rank.index()) {
+                Ok(_) => {}
+                Err(Refused::NoLink) => return Ok(false),
+                Err(_) => return Err(Fault::violation(*rank, "the place of a contribution that cannot be read")),
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn contribution(&self, rank: usize) -> &'a [u8] {
         self.find(rank).unwrap_or_default()
     }
 
-    fn find(&self, rank: usize) -> Option<&'a [u8]> {
+    fn find(&self, rank: usize) -> Result<&'a [u8], Refused> {
         match &self.landings[rank] {
-            _ if self.wire_len == 0 => Some(&[]),
-            Some(landing) => landing.bytes().get(self.landed.clone()),
+            _ if self.wire_len == 0 => Ok(&[]),
+            Some(landing) => landing.bytes().get(self.landed.clone()).ok_or(Refused::Invalid("outside its memory")),
             None => {
                 let place = Memory::remote(self.contribution_at[rank], self.wire_start);
-                self.transport.view(Rank(rank as u32), place, self.wire_len).ok()
+                self.transport.view(Rank(rank as u32), place, self.wire_len)
             }
         }
     }

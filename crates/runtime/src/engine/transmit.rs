@@ -3,7 +3,7 @@
 use gradwire_codec::{crc32, pack};
 use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, Location};
 use gradwire_proto::session::{Data, MessageBytes, Transmit};
-use gradwire_proto::{Fault, Rank, UnitIndex};
+use gradwire_proto::{BucketId, Epoch, Fault, Rank, UnitIndex};
 use gradwire_transport::{Buffer, Refused, Remote, Slice};
 
 use super::Engine;
@@ -21,6 +21,11 @@ impl Scratch {
     pub(super) fn new() -> Self {
         Self { message: Box::new(MessageBytes::new()) }
     }
+}
+
+/// Names a write's memory: the bucket, and the low bits of the epoch in which it was laid out.
+pub(super) const fn write_token(epoch: Epoch, bucket: BucketId) -> u64 {
+    epoch.0 << 32 | bucket.0 as u64
 }
 
 impl Engine {
@@ -133,7 +138,8 @@ impl Engine {
         let target = self.target(transmit, run_start);
         let immediate = header.encode(&self.job);
         let bytes = (immediate.len() + source.len()) as u64;
-        self.transport.write(transmit.peer, &immediate, source, target, u64::from(transmit.bucket.0))?;
+        let token = write_token(header.epoch, transmit.bucket);
+        self.transport.write(transmit.peer, &immediate, source, target, token)?;
         self.memory.buckets[transmit.bucket.index()].writes_in_flight += 1;
         self.stats.wire_bytes_sent += bytes;
         Ok(())

@@ -1,0 +1,223 @@
+//! Commits, and going on with other members: what the engine keeps until a step is final, and does again.
+//!
+//! Where steps are redone, operations are out of place: the contribution stays as it is until the commit, and the result
+//! is in another buffer of the tensor's pool. Nothing is copied for it.
+
+use std::mem;
+use std::time::Duration;
+
+use gradwire_proto::session::Recovery;
+use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, TensorId, UnitIndex};
+use gradwire_transport::{Buffer, Capabilities};
+
+use super::Engine;
+use crate::types::Outcome;
+
+/// What is kept for commits and epochs.
+#[derive(Debug, Default)]
+pub(super) struct Epochs {
+    /// Peers that are lost, and that nobody was told of yet.
+    pub(super) lost: Vec<(Rank, Fault)>,
+    /// Of the epoch that was left, until it is known whether its step stands.
+    pub(super) before: Option<Made>,
+    /// Results of this step that replace others which callers have.
+    pub(super) replaced: Vec<(TensorId, Buffer, Outcome)>,
+    commit: Commit,
+}
+
+#[derive(Debug, Default)]
+enum Commit {
+    #[default]
+    None,
+    Begun,
+    Ended(Result<Committed, Fault>),
+}
+
+/// What a step was made of, as far as this rank reduced it.
+#[derive(Debug)]
+pub(crate) struct Made {
+    pub(crate) epoch: Epoch,
+    pub(crate) contributors: Vec<Rank>,
+    /// The CRC-32 of every unit that this rank reduced in it.
+    pub(crate) crcs: Vec<(UnitIndex, u32)>,
+}
+
+/// A step that is final.
+#[derive(Debug)]
+pub(crate) struct Committed {
+    pub(crate) made: Made,
+    pub(crate) replaced: Vec<(TensorId, Buffer, Outcome)>,
+}
+
+impl Epochs {
+    /// The job failed.
+    pub(super) fn failed(&mut self, fault: &Fault) {
+        if matches!(self.commit, Commit::Begun) {
+            self.commit = Commit::Ended(Err(fault.clone()));
+        }
+    }
+}
+
+impl Engine {
+    /// Whether contributions are kept until the commit.
+    pub(super) fn retains(&self, tensor: TensorId) -> bool {
+        let plan = self.session.plan();
+        let tensor = plan.tensor(tensor);
+        self.session.config().recovery == Recovery::Redo
+            && tensor.elements > 0
+            && plan.bucket(tensor.bucket).collective == Collective::AllReduce
+    }
+
+    /// Where contributions are kept, an operation in place gets another buffer for its result.
+    pub(super) fn apart(
+        &self,
+        tensor: TensorId,
+        input: Option<Buffer>,
+        output: Buffer,
+    ) -> Result<(Option<Buffer>, Buffer), (Fault, Buffer)> {
+        if input.is_some() || !self.retains(tensor) || self.session.fault().is_some() {
+            return Ok((input, output));
+        }
+        match self.slots[tensor.index()].shared.pool.take() {
+            Ok(result) => Ok((Some(output), result)),
+            Err(fault) => Err((fault, output)),
+        }
+    }
+
+    /// Goes on with these members. Links to those that are none any more end, so that nothing of them lands.
+    pub(crate) fn enter(&mut self, epoch: Epoch, members: &[Rank]) {
+        self.take_events();
+        if epoch <= self.session.config().epoch || self.session.fault().is_some() {
+            return;
+        }
+        let made = self.made();
+        self.epochs.before.get_or_insert(made);
+        for peer in self.session.members().to_vec() {
+            if !members.contains(&peer) {
+                self.transport.disconnect(peer);
+            }
+        }
+        self.session.enter(epoch, members);
+        self.take_events();
+    }
+
+    pub(super) fn made(&mut self) -> Made {
+        let contributors = self.session.members().to_vec();
+        Made { epoch: self.session.config().epoch, contributors, crcs: self.memory.take_checksums() }
+    }
+
+    /// Lays out memory by the new plan, and tells the others.
+    pub(super) fn lay_out_epoch(&mut self) {
+        self.inbox.clear();
+        self.spoilt.clear();
+        self.spoilt_asked.clear();
+        let me = self.rank();
+        let ranks = self.capabilities.len().max(self.session.plan().ranks());
+        self.capabilities.resize(ranks, Capabilities::default());
+        self.memory.set_aside();
+        let plan = self.session.plan();
+        if let Err(fault) = self.memory.add_round(plan, 0, me, &self.capabilities, &mut *self.transport) {
+            self.session.fail(fault);
+            return;
+        }
+        let landings = self.landings();
+        let now = self.now();
+        self.session.sync(&landings, now);
+    }
+
+    /// An operation that was done is done again, from the contribution that was kept.
+    pub(super) fn do_again(&mut self, tensor: TensorId) {
+        if let Some(at) = self.finishing.iter().position(|(finishing, ..)| *finishing == tensor) {
+            // Its buffers are still here.
+            self.finishing.swap_remove(at);
+            return;
+        }
+        let slot = &mut self.slots[tensor.index()];
+        slot.input = slot.retained.take();
+        let back = match slot.shared.take_back() {
+            Some(Ok(completed)) => Some(completed.output),
+            _ => None,
+        };
+        slot.replaces = back.is_none();
+        let earlier = self.epochs.replaced.iter().position(|(replaced, ..)| *replaced == tensor);
+        let back = back.or_else(|| earlier.map(|at| self.epochs.replaced.swap_remove(at).1));
+        let output = match back {
+            Some(output) => Ok(output),
+            None => slot.shared.pool.take(),
+        };
+        let registered = output.and_then(|output| self.register(tensor, &output).map(|()| output));
+        match registered {
+            Ok(output) => self.slots[tensor.index()].output = Some(output),
+            Err(fault) => self.session.fail(fault),
+        }
+    }
+
+    /// The step begins anew: what was in flight ends with the reason.
+    pub(super) fn abort_step(&mut self, fault: &Fault) {
+        self.finishing.clear();
+        self.epochs.replaced.clear();
+        self.epochs.before = None;
+        self.epochs.failed(fault);
+        self.memory.take_checksums();
+        for tensor in (0..self.slots.len() as u32).map(TensorId) {
+            let slot = &mut self.slots[tensor.index()];
+            (slot.retained, slot.replaces) = (None, false);
+            if slot.output.is_some() {
+                let fault = fault.clone().tensor(slot.shared.name.clone());
+                self.end(tensor, fault);
+            }
+        }
+    }
+
+    /// Begins to commit the step. It is over when [`Engine::is_committing`] is not.
+    pub(crate) fn begin_commit(&mut self, deadline: Duration) -> Result<(), Fault> {
+        let now = self.now();
+        self.session.begin_commit(now, Some(u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX)))?;
+        self.epochs.commit = Commit::Begun;
+        Ok(())
+    }
+
+    pub(crate) const fn is_committing(&self) -> bool {
+        matches!(self.epochs.commit, Commit::Begun)
+    }
+
+    /// The step is final: nothing of it is kept any longer.
+    pub(super) fn end_commit(&mut self) {
+        let made = match self.epochs.before.take() {
+            Some(made) => made,
+            None => self.made(),
+        };
+        for slot in &mut self.slots {
+            slot.retained = None;
+        }
+        self.memory.step = self.memory.step.next();
+        let replaced = mem::take(&mut self.epochs.replaced);
+        self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced }));
+    }
+
+    /// How the last commit ended.
+    pub(crate) fn take_commit(&mut self) -> Result<Committed, Fault> {
+        match mem::take(&mut self.epochs.commit) {
+            Commit::Ended(ended) => ended,
+            Commit::None | Commit::Begun => {
+                Err(Fault::new(FaultKind::System, "a commit ended without a word: please report this as a bug"))
+            }
+        }
+    }
+
+    /// A peer that is lost, and how that showed.
+    pub(crate) fn take_lost(&mut self) -> Option<(Rank, Fault)> {
+        self.epochs.lost.pop()
+    }
+
+    /// Frees what earlier epochs left, once no peer writes to it and no write reads it.
+    pub(super) fn free_old(&mut self) {
+        if self.memory.old_rounds.is_empty() && self.quarantine.is_empty() || self.failed {
+            return;
+        }
+        if self.memory.old_writes_in_flight == 0 && !self.session.is_syncing() {
+            self.memory.free_old(&mut *self.transport);
+            self.quarantine.clear();
+        }
+    }
+}
