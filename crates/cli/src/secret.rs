@@ -30,6 +30,10 @@ pub(crate) fn run(args: &SecretArgs) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             match &args.file {
+                Some(path) if error.kind() == io::ErrorKind::AlreadyExists => eprintln!(
+                    "gradwire: {} is there already, and a job may be running with it: choose another name, or remove it",
+                    path.display()
+                ),
                 Some(path) => eprintln!("gradwire: cannot write the secret to {}: {error}", path.display()),
                 None => eprintln!("gradwire: cannot print a secret: {error}"),
             }

@@ -51,7 +51,12 @@ impl LinkError {
     /// The fault that names the broker and the reason.
     pub(crate) fn into_fault(self, broker_url: &str) -> Fault {
         let remedy = if self.permanent {
-            "check the broker's URL and token"
+            "check the broker's URL, its token (GRADWIRE_BROKER_TOKEN or GRADWIRE_BROKER_TOKEN_FILE), and the tenant \
+             (GRADWIRE_TENANT)"
+        } else if broker_url.starts_with("pulsar+ssl://") {
+            // The client library keeps to itself what is wrong with a certificate.
+            "is it running with TLS, can this host reach it, and is its certificate one that GRADWIRE_BROKER_CA or the \
+             system trusts? `gradwire doctor --broker` with this URL says what is wrong"
         } else {
             "is it running, and can this host reach it?"
         };

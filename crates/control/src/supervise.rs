@@ -37,6 +37,28 @@ impl Backoff {
     }
 }
 
+/// Says why links are lost, and not a hundred times the same.
+#[derive(Debug, Default)]
+pub(crate) struct Complaints {
+    last: String,
+    times: u32,
+}
+
+impl Complaints {
+    /// A reason that is new is said at once; after that the 2nd, 4th, 8th time and so on.
+    pub(crate) fn say(&mut self, what: &str, reason: &str) {
+        if self.last != reason {
+            reason.clone_into(&mut self.last);
+            self.times = 0;
+        }
+        self.times = self.times.saturating_add(1);
+        if self.times.is_power_of_two() {
+            let times = self.times;
+            tracing::warn!(what, reason, times, "the link to the broker is lost or could not be opened");
+        }
+    }
+}
+
 /// Runs `attempt` until it ends well, or with an error that would come again. Every attempt opens its own link, and
 /// ends with it. `lost` counts the attempts that failed.
 pub(crate) async fn supervise<T>(
@@ -44,7 +66,7 @@ pub(crate) async fn supervise<T>(
     lost: &AtomicU64,
     mut attempt: impl AsyncFnMut() -> Result<T, LinkError>,
 ) -> Result<T, LinkError> {
-    let mut backoff = Backoff::default();
+    let (mut backoff, mut complaints) = (Backoff::default(), Complaints::default());
     loop {
         let opened = Instant::now();
         let error = match attempt().await {
@@ -53,7 +75,7 @@ pub(crate) async fn supervise<T>(
             Err(error) => error,
         };
         lost.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(what, reason = error.reason, "a link to the broker is lost or could not be opened");
+        complaints.say(what, &error.reason);
         sleep(backoff.pause(opened.elapsed())).await;
     }
 }

@@ -21,7 +21,7 @@ use crate::outbox::{Item, Outbox, Publisher};
 use crate::record::{AuditKind, AuditRecord, Header, RECORD_VERSION, RecordKey};
 use crate::rendezvous::{Append, ControlEvent, Me, Policy, Rendezvous};
 use crate::snapshots;
-use crate::supervise::Backoff;
+use crate::supervise::{Backoff, Complaints};
 
 /// How long opening a link may take.
 const OPEN_MAX: Duration = Duration::from_secs(10);
@@ -168,14 +168,14 @@ struct Done;
 
 impl Running {
     async fn supervise(mut self) {
-        let mut backoff = Backoff::default();
+        let (mut backoff, mut complaints) = (Backoff::default(), Complaints::default());
         loop {
             let opened = Instant::now();
             let error = match self.open_and_drive().await {
                 Ok(Done) => return,
                 Err(error) => error,
             };
-            tracing::warn!(reason = error.reason, "the link to the broker is lost or could not be opened");
+            complaints.say("control", &error.reason);
             self.worker.shared.links_lost.fetch_add(1, Ordering::Relaxed);
             self.link_lost();
             let pause_end = Instant::now() + backoff.pause(opened.elapsed());

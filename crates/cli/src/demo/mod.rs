@@ -52,7 +52,7 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_enum, default_value_t = Wire::Fp32)]
     wire: Wire,
     /// Control plane: 'embedded', or the URL of a Pulsar broker.
-    #[arg(long, default_value = "embedded")]
+    #[arg(long, env = "GRADWIRE_BROKER", default_value = "embedded")]
     broker: BrokerChoice,
     /// Decides the initial weights and the order of the images.
     #[arg(long, default_value_t = 42)]

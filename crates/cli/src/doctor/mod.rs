@@ -28,7 +28,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, short = 'n', value_parser = clap::value_parser!(u32).range(1..=i64::from(gradwire_proto::limits::WORLD_SIZE_MAX)))]
     ranks: Option<u32>,
     /// Also try this broker: reaching it, TLS, the token, rights, sizes, and how long messages take.
-    #[arg(long, value_name = "URL", default_value = "embedded")]
+    #[arg(long, env = "GRADWIRE_BROKER", value_name = "URL", default_value = "embedded")]
     broker: BrokerChoice,
     /// File with what to show to it; GRADWIRE_BROKER_TOKEN or GRADWIRE_BROKER_TOKEN_FILE if not given.
     #[arg(long, value_name = "FILE")]

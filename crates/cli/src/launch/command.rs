@@ -45,9 +45,9 @@ pub(crate) struct LaunchArgs {
     #[arg(long, value_enum)]
     wire: Option<Wire>,
     /// 'embedded' (inside the launcher) or the URL of a Pulsar broker.
-    #[arg(long, default_value = "embedded")]
+    #[arg(long, env = "GRADWIRE_BROKER", default_value = "embedded")]
     broker: BrokerChoice,
-    /// The job's name: letters, digits, '.', '_', '-'. A fresh one if not given.
+    /// The job's name: 1 to 64 lower-case letters, digits and hyphens. A fresh one if not given.
     #[arg(long, value_parser = parse_job)]
     job: Option<String>,
     /// A variable for every rank: NAME=VALUE, or NAME for the value that it has here.

@@ -1,6 +1,6 @@
 //! `gradwire trace audit`.
 
-use gradwire_control::{AuditEntry, AuditKind, AuditQuery, read_audit};
+use gradwire_control::{AuditEntry, AuditKind, AuditQuery, Topic, read_audit};
 use gradwire_proto::{Fault, Rank};
 use serde::Serialize;
 
@@ -56,10 +56,11 @@ pub(super) fn show(args: &AuditArgs) -> Result<(), Fault> {
     let times_ms =
         (args.since.is_some() || args.until.is_some()).then(|| args.since.unwrap_or(0)..args.until.unwrap_or(u64::MAX));
     let query = AuditQuery { times_ms, rank: args.rank.map(Rank), kinds: args.kinds.clone() };
-    let found = read_audit(&args.common.job.config()?, &query, args.common.timeout)?;
+    let config = args.common.job.config()?;
+    let found = read_audit(&config, &query, args.common.timeout)?;
     let records: Vec<Shown> = found.records.into_iter().map(Shown::from).collect();
     let header = ["time", "kind", "by", "about", "epoch", "step", "detail"];
-    print(args.common.json, &records, found.rejected, &header, |record| {
+    print(args.common.json, &config.topic(Topic::Audit), &records, found.rejected, &header, |record| {
         let about_a_step = ["committed", "read", "round-closed", "late"].contains(&record.kind);
         vec![
             record.time.clone(),

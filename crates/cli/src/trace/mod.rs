@@ -63,6 +63,7 @@ pub(crate) fn run(args: &TraceArgs) -> ExitCode {
 /// Prints records as lines of JSON, or as a table; and on standard error how many were left out.
 fn print<T: Serialize>(
     json: bool,
+    topic: &str,
     records: &[T],
     rejected: u64,
     header: &[&str],
@@ -74,7 +75,7 @@ fn print<T: Serialize>(
             say(&format!("{line}\n"))?;
         }
     } else if records.is_empty() {
-        say("no records\n")?;
+        say(&format!("no records in {topic}\n"))?;
     } else {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);

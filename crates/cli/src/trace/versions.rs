@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use gradwire_control::{VersionQuery, VersionRecord, read_versions};
+use gradwire_control::{Topic, VersionQuery, VersionRecord, read_versions};
 use gradwire_proto::{Fault, Rank, Step};
 use serde::Serialize;
 
@@ -15,7 +15,8 @@ pub(super) struct VersionsArgs {
     /// Only those of this owner.
     #[arg(long, value_name = "RANK")]
     owner: Option<u32>,
-    /// Only those of these steps: 7, 10..20, 10.. or ..20.
+    /// Only those of these steps: 7, 10..20 (without 20), 10.. or ..20. Commits that follow each other within the
+    /// commit interval (100 ms) share a record, which has the step of the last.
     #[arg(long, value_name = "STEPS", value_parser = parse_steps)]
     steps: Option<Range<Step>>,
     /// Only the latest of each owner.
@@ -48,10 +49,11 @@ impl From<VersionRecord> for Shown {
 
 pub(super) fn show(args: &VersionsArgs) -> Result<(), Fault> {
     let query = VersionQuery { owner: args.owner.map(Rank), steps: args.steps.clone(), latest: args.latest };
-    let found = read_versions(&args.common.job.config()?, &query, args.common.timeout)?;
+    let config = args.common.job.config()?;
+    let found = read_versions(&config, &query, args.common.timeout)?;
     let records: Vec<Shown> = found.records.into_iter().map(Shown::from).collect();
     let header = ["epoch", "step", "owner", "contributors", "shards", "first checksums"];
-    print(args.common.json, &records, found.rejected, &header, |record| {
+    print(args.common.json, &config.topic(Topic::Versions), &records, found.rejected, &header, |record| {
         let first: Vec<String> = record.shards.iter().take(3).map(|(unit, crc)| format!("{unit}: {crc}")).collect();
         let more = if record.shards.len() > 3 { ", ..." } else { "" };
         vec![

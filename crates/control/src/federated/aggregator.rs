@@ -133,6 +133,13 @@ impl Aggregator {
         if config.messages_ahead == 0 {
             return Err(Fault::new(FaultKind::InvalidArgument, "messages_ahead is 0: nothing would ever be taken"));
         }
+        let Expected { contributors, quorum, .. } = config.expected;
+        if let (Some(contributors), Some(quorum)) = (contributors, quorum)
+            && quorum > contributors
+        {
+            let detail = format!("a quorum of {quorum} among {contributors} contributors can never be reached");
+            return Err(Fault::new(FaultKind::InvalidArgument, detail));
+        }
         let shared = Arc::new(Shared::default());
         let (stop, stopped) = watch::channel(false);
         let worker = Worker::new(config, shared.clone());

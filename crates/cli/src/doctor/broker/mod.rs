@@ -136,7 +136,9 @@ fn refused(target: &Target, error: &HandshakeError, token: Option<&str>) -> Vec<
             format!("refused{expiry}: {error} {message}"),
             match token {
                 None => "give a token by --broker-token-file",
-                Some(_) => "get a token that is signed with a key of this cluster and has not expired",
+                Some(_) => {
+                    "get a token that it accepts: of a cluster, one that is signed with its key and has not expired; of `gradwire broker`, what its --token-file holds"
+                }
             },
         ),
     };
