@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use gradwire_proto::frame::{
-    FLAG_CHECKED, FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location, payload_crc,
+    FLAG_CHECKED, FLAG_HAS_ALL, FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location, payload_crc,
 };
 use gradwire_proto::hello::{Handshake, HelloParams};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
@@ -109,6 +109,7 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
     manifest().encode(&mut piece).expect("it is within the limits");
     let whole = piece.len() as u32;
     let piece = &piece[32..];
+    let empties = [&3u32.to_le_bytes()[..], &12u64.to_le_bytes()].concat();
     vec![
         ("frame-contribution", data, vec![]),
         (
@@ -150,6 +151,24 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
             vec![],
         ),
         ("frame-waiting", with_body(FrameHeader { unit_count: 1, ..frame(FrameKind::Waiting) }, &[0b100]), vec![0b100]),
+        ("frame-heartbeat", plain(FrameKind::Heartbeat), vec![]),
+        ("frame-has-all", FrameHeader { step: Step(9), ..plain(FrameKind::HasAll) }, vec![]),
+        (
+            "frame-sync",
+            with_body(
+                FrameHeader {
+                    epoch: Epoch(2),
+                    step: Step(9),
+                    flags: FLAG_HAS_ALL,
+                    unit_count: 1,
+                    location: Location { region: RegionKey(6), offset: 0 },
+                    ..plain(FrameKind::Sync)
+                },
+                &empties,
+            ),
+            empties.clone(),
+        ),
+        ("frame-synced", FrameHeader { epoch: Epoch(2), ..plain(FrameKind::Synced) }, vec![]),
     ]
 }
 
