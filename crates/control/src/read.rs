@@ -1,5 +1,6 @@
 //! Reading a job's records back: versions and the audit log.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -84,7 +85,9 @@ pub fn read_versions(
     timeout: Duration,
 ) -> Result<Records<VersionRecord>, Fault> {
     let mut assembly = Assembly::default();
-    let mut records = read(config, (Topic::Versions, query.latest), timeout, |key, message| {
+    // Compaction keeps the last message of an owner, whatever that is: of what is there, the last that verifies and was
+    // not there before counts.
+    let mut records = read(config, Topic::Versions, timeout, |key, message| {
         let record = opened(key, message, VersionPart::KIND)?;
         let part = VersionPart::decode(record.1).map_err(|_| NotRecord)?;
         Ok(assembly.add(record.0.id, part).filter(|record| query.takes(record)))
@@ -104,8 +107,12 @@ pub fn read_versions(
 /// # Errors
 /// As [`read_versions`].
 pub fn read_audit(config: &JobConfig, query: &AuditQuery, timeout: Duration) -> Result<Records<AuditEntry>, Fault> {
-    read(config, (Topic::Audit, false), timeout, |key, message| {
+    let mut seen = HashSet::new();
+    read(config, Topic::Audit, timeout, |key, message| {
         let (header, body) = opened(key, message, AUDIT_KIND)?;
+        if !seen.insert(header.id) {
+            return Ok(None);
+        }
         let record = AuditRecord::decode(body).map_err(|_| NotRecord)?;
         let entry = record.map(|record| AuditEntry { author: header.rank, record });
         Ok(entry.filter(|entry| query.takes(entry)))
@@ -125,7 +132,7 @@ fn opened<'a>(key: &RecordKey, message: &'a [u8], kind: u16) -> Result<(crate::r
 /// Reads a topic from its start to its present end.
 fn read<T: Send>(
     config: &JobConfig,
-    topic: (Topic, bool),
+    topic: Topic,
     timeout: Duration,
     mut take: impl FnMut(&RecordKey, &[u8]) -> Result<Option<T>, NotRecord> + Send,
 ) -> Result<Records<T>, Fault> {
@@ -135,8 +142,7 @@ fn read<T: Send>(
     let reading = async {
         let client = Client::connect(&config.broker, timeout).await?;
         let name = unique_name(&config.instance, u32::MAX, &random_id()[..8]);
-        let (topic, compacted) = topic;
-        let mut reader = client.reader(&config.topic(topic), &name, (Start::Earliest, compacted), timeout).await?;
+        let mut reader = client.reader(&config.topic(topic), &name, (Start::Earliest, false), timeout).await?;
         read_to_end(&mut reader, |_, message| match take(&key, message) {
             Ok(record) => found.records.extend(record),
             Err(NotRecord) => found.rejected += 1,
@@ -149,7 +155,7 @@ fn read<T: Send>(
             Err(_) => {
                 let detail = format!(
                     "reading the {} topic of job '{}' took longer than {} s",
-                    topic.0.suffix(),
+                    topic.suffix(),
                     config.job,
                     timeout.as_secs_f64()
                 );

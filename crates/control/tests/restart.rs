@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::client::{client, earliest, producer, reader};
 use common::*;
 use futures::StreamExt;
-use gradwire_control::{ControlPlane, Token, Topic};
+use gradwire_control::{AuditQuery, ControlPlane, Token, Topic, VersionQuery, read_audit, read_versions};
 use gradwire_proto::{Fault, FaultKind};
 
 /// How long ranks wait for each other and for a broker that restarts: Apache Pulsar takes a while.
@@ -99,6 +99,34 @@ fn log(broker: &TestBroker, topic: &str) -> Vec<Vec<u8>> {
         }
         log
     })
+}
+
+/// Whoever may write to the topics can repeat what is there, or write anything else.
+#[test]
+fn records_that_come_again_change_nothing_for_readers() {
+    let broker = test_broker();
+    let config = job(broker.url(), &unique("again"), 1);
+    let members = planes(join_all((0..2).map(|rank| request(&config, rank, 2)).collect()));
+    for step in 0..3 {
+        members[0].publish_version(version(0, step, 3)).unwrap();
+    }
+    members.iter().for_each(|member| member.leave(PATIENCE, PATIENCE).unwrap());
+    let read = || {
+        let latest = VersionQuery { latest: true, ..VersionQuery::default() };
+        let latest = read_versions(&config, &latest, PATIENCE).unwrap();
+        let audit = read_audit(&config, &AuditQuery::default(), PATIENCE).unwrap();
+        (latest.records, audit.records)
+    };
+    let before = read();
+    assert_eq!(before.0.iter().map(|record| record.step.0).collect::<Vec<_>>(), [2]);
+    for topic in [Topic::Versions, Topic::Audit] {
+        let topic = config.topic(topic);
+        let mut again = log(&broker, &topic);
+        again.truncate(2);
+        again.push(b"junk".to_vec());
+        append(&broker, &topic, &again);
+    }
+    assert_eq!(read(), before);
 }
 
 /// Writes messages to a topic.
