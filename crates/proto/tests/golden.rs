@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use gradwire_proto::frame::{
-    FLAG_CHECKED, FLAG_HAS_ALL, FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location, payload_crc,
+    FLAG_CHECKED, FLAG_HAS_ALL, FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location,
+    payload_crc,
 };
 use gradwire_proto::hello::{Handshake, HelloParams};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;

@@ -69,19 +69,11 @@ impl Engine {
     }
 
     /// Where contributions are kept, an operation in place gets another buffer for its result.
-    pub(super) fn apart(
-        &self,
-        tensor: TensorId,
-        input: Option<Buffer>,
-        output: Buffer,
-    ) -> Result<(Option<Buffer>, Buffer), (Fault, Buffer)> {
+    pub(super) fn result_apart(&self, tensor: TensorId, input: Option<&Buffer>) -> Result<Option<Buffer>, Fault> {
         if input.is_some() || !self.retains(tensor) || self.session.fault().is_some() {
-            return Ok((input, output));
+            return Ok(None);
         }
-        match self.slots[tensor.index()].shared.pool.take() {
-            Ok(result) => Ok((Some(output), result)),
-            Err(fault) => Err((fault, output)),
-        }
+        self.slots[tensor.index()].shared.pool.take().map(Some)
     }
 
     /// Goes on with these members. Links to those that are none any more end, so that nothing of them lands.

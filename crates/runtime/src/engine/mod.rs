@@ -209,9 +209,10 @@ impl Engine {
     /// Starts an operation, or ends it at once with an error.
     pub(crate) fn submit(&mut self, submission: Submission) {
         let Submission { tensor, input, output, deadline, urgent } = submission;
-        let (input, output) = match self.apart(tensor, input, output) {
-            Ok(buffers) => buffers,
-            Err((fault, output)) => return self.reject(tensor, fault, None, output),
+        let (input, output) = match self.result_apart(tensor, input.as_ref()) {
+            Ok(None) => (input, output),
+            Ok(Some(result)) => (Some(output), result),
+            Err(fault) => return self.reject(tensor, fault, input, output),
         };
         if let Err(fault) = self.check_submission(tensor, input.as_ref(), &output) {
             self.reject(tensor, fault, input, output);
