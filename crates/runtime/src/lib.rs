@@ -10,7 +10,8 @@
 //! gradient.as_mut_slice::<f32>().fill(1.0);
 //! let done = group.allreduce(&tensors[0], gradient)?.wait()?;
 //! assert_eq!(done.output.as_slice::<f32>()[0], 1.0);
-//! group.commit()?;
+//! let commit = group.commit()?;
+//! assert!(commit.replaced.is_empty());
 //! group.close()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
