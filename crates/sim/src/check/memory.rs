@@ -1,0 +1,60 @@
+//! Invariant 7: memory is in proportion to what is in flight, and never grows with time.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::{Checker, Verdict};
+use crate::event::Nanos;
+use crate::plan::Plan;
+use crate::report::{ProcessId, Report};
+use crate::world::Ending;
+
+#[derive(Debug)]
+pub(super) struct BoundedMemory {
+    plan: Rc<Plan>,
+    /// By process and number of members: what is registered.
+    registered: BTreeMap<(ProcessId, usize), usize>,
+    started: usize,
+}
+
+impl BoundedMemory {
+    pub(super) fn new(plan: &Rc<Plan>) -> Self {
+        Self { plan: plan.clone(), registered: BTreeMap::new(), started: 0 }
+    }
+}
+
+impl Checker for BoundedMemory {
+    fn invariant(&self) -> &'static str {
+        "7 bounded memory"
+    }
+
+    fn observe(&mut self, _now: Nanos, process: ProcessId, report: &Report) -> Verdict {
+        let (members, queued, bytes, remembered) = match report {
+            Report::Started { .. } => {
+                self.started += 1;
+                return Ok(());
+            }
+            Report::Load { members, queued, bytes, remembered } => (*members, *queued, *bytes, *remembered),
+            _ => return Ok(()),
+        };
+        // The same members and tensors need the same memory, in every epoch and step.
+        let known = *self.registered.entry((process, members)).or_insert(bytes);
+        if known != bytes {
+            return Err(format!("p{} has {bytes} bytes registered, and had {known} with as many members", process.0));
+        }
+        let tensors = self.plan.tensors.len();
+        let queued_max = 64 + 8 * tensors * members + 8 * members + self.plan.steps as usize;
+        if queued > queued_max {
+            return Err(format!("{queued} things wait in p{}, and {queued_max} are enough", process.0));
+        }
+        let remembered_max = 16 + 4 * self.started.max(self.plan.ranks as usize);
+        if remembered > remembered_max {
+            return Err(format!("p{} remembers {remembered} processes and records", process.0));
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _ending: &Ending) -> Verdict {
+        Ok(())
+    }
+}

@@ -1,0 +1,525 @@
+//! One rank's exchange in one epoch: drives the real `gradwire_proto::session::Session` over simulated memory, with the
+//! duties that `crates/runtime/src/engine` has in the product.
+//!
+//! Two things differ over links that do not ask ([`Links::OneSided`]), because there a write may land at any time, also
+//! long after its slot serves something else: a contribution is copied out of the slot and checked *in the copy*, which
+//! alone is used from then on; and results land in staging memory, never in a tensor that is given back one day.
+//!
+//! Everything of an epoch (session, regions, what is known of links) lives and ends with an `Exchange`: the change of
+//! epochs is what is around it ([`super`]), so that a way to keep a step over such a change can be put there.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use gradwire_codec::crc32;
+use gradwire_proto::frame::{FrameHeader, JobTag, Location};
+use gradwire_proto::manifest::{Declaration, Manifest, agree};
+use gradwire_proto::membership::{RecordId, View};
+use gradwire_proto::plan::{BucketPlan, Plan as Layout};
+use gradwire_proto::session::{Event, MessageBytes, Session, SessionConfig, Timing};
+use gradwire_proto::{BucketId, Fault, FaultKind, Rank, RegionKey, Step, TensorId, UnitIndex};
+
+use super::trainer::Finished;
+use crate::event::{MS, Nanos};
+use crate::mutation::Mutation;
+use crate::network::Write;
+use crate::plan::Links;
+use crate::process::{Context, Incoming, Out};
+use crate::report::ProcessId;
+
+pub(crate) const JOB: JobTag = JobTag(*b"a simulated job!");
+const ALIGNMENT: u64 = 64;
+/// Writes to one peer that may wait for departure: further ones are refused, as by a full queue.
+const WRITES_MAX: u32 = 8;
+/// A peer that has not answered is greeted again.
+const HELLO_AGAIN: Nanos = 20 * MS;
+
+#[derive(Debug)]
+pub(super) struct Exchange {
+    pub(super) session: Session,
+    pub(super) view: View,
+    /// By rank of the session: the process, whether the link to it is up in this epoch, and writes that wait.
+    pub(super) peers: Vec<Peer>,
+    pub(super) memory: Regions,
+    pub(super) slots: Vec<Slot>,
+    /// Operations that the session is through with, but whose memory is still read.
+    finishing: Vec<(TensorId, Step, bool)>,
+    pub(super) crcs: Vec<u32>,
+    /// Units that this rank reduced since the last commit.
+    pub(super) dirty: Vec<u32>,
+    pub(super) links: Links,
+    hello_at: Nanos,
+    manifest: Manifest,
+    declared: bool,
+    pub(super) prepared: bool,
+    pub(super) failed: Option<Fault>,
+    pub(super) farewell: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) process: ProcessId,
+    up: bool,
+    down: bool,
+    pub(super) writes_waiting: u32,
+}
+
+/// A tensor's memory while an operation is in flight.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Slot {
+    pub(super) input: Option<RegionKey>,
+    pub(super) output: Option<RegionKey>,
+}
+
+/// Memory of the exchange itself.
+#[derive(Debug)]
+pub(super) struct Regions {
+    pub(super) contributions: RegionKey,
+    pub(super) results: RegionKey,
+    /// By rank: where its contributions land.
+    pub(super) landings: Vec<Option<RegionKey>>,
+    /// By rank: what of them was checked and is used. Over links that ask, the same as `landings`.
+    pub(super) checked: Vec<Option<RegionKey>>,
+    pub(super) buckets: Vec<BucketMemory>,
+}
+
+#[derive(Debug)]
+pub(super) struct BucketMemory {
+    pub(super) staged_at: u64,
+    landing_at: Vec<u64>,
+    /// By peer: where the bucket is in its memory.
+    pub(super) contribution_at: Vec<Location>,
+    pub(super) writes_in_flight: u32,
+    /// Order in which contributions to each owned unit were counted. Only a planted bug looks at it.
+    pub(super) arrival: Vec<(u32, u32)>,
+}
+
+impl Exchange {
+    /// Begins an epoch. `None` where this process is no member.
+    pub(super) fn new(
+        context: &mut Context<'_>,
+        view: &View,
+        me: RecordId,
+        declarations: &[Declaration],
+        first_step: Step,
+    ) -> Option<Self> {
+        let rank = Rank(view.members.iter().position(|member| member.id == me)? as u32);
+        let world = view.members.len();
+        let forgotten = context.has(Mutation::IgnoreDeadline);
+        let deadline_ns = if forgotten { Nanos::MAX / 4 } else { context.plan.deadline_ns() };
+        let config = SessionConfig {
+            rank,
+            world_size: world as u32,
+            epoch: view.epoch,
+            job: JOB,
+            first_step,
+            timing: Timing { deadline_ns, ..Timing::default() },
+            copies: false,
+        };
+        let mut peers = Vec::with_capacity(world);
+        for member in &view.members {
+            // Who wrote a Join has been started: there is such a process.
+            let process = (context.directory)(member.id)?;
+            peers.push(Peer { process, up: member.id == me, down: false, writes_waiting: 0 });
+        }
+        let regions = Regions {
+            contributions: context.memory.allocate(0),
+            results: context.memory.allocate(0),
+            landings: vec![None; world],
+            checked: vec![None; world],
+            buckets: Vec::new(),
+        };
+        Some(Self {
+            session: Session::new(config),
+            view: view.clone(),
+            peers,
+            memory: regions,
+            slots: vec![Slot::default(); declarations.len()],
+            finishing: Vec::new(),
+            crcs: Vec::new(),
+            dirty: Vec::new(),
+            links: context.plan.links,
+            hello_at: context.now,
+            manifest: Manifest { tensors: declarations.to_vec() },
+            declared: false,
+            prepared: false,
+            failed: None,
+            farewell: false,
+        })
+    }
+
+    /// The epoch is over: its memory is given back, and what is still written to it is lost.
+    pub(super) fn end(self, context: &mut Context<'_>) {
+        if context.has(Mutation::LeakEpoch) {
+            return;
+        }
+        let Regions { contributions, results, landings, checked, .. } = self.memory;
+        for key in [contributions, results].into_iter().chain(landings.into_iter().chain(checked).flatten()) {
+            context.memory.free(key);
+        }
+    }
+
+    pub(super) fn me(&self) -> Rank {
+        self.session.config().rank
+    }
+
+    pub(super) fn rank_of(&self, process: ProcessId) -> Option<Rank> {
+        self.peers.iter().position(|peer| peer.process == process).map(|rank| Rank(rank as u32))
+    }
+
+    /// Greets those that are not known to be in this epoch. Of two ranks the lower greets.
+    fn greet(&mut self, context: &mut Context<'_>) {
+        if context.now < self.hello_at || self.failed.is_some() {
+            return;
+        }
+        self.hello_at = context.now + HELLO_AGAIN;
+        let me = self.me().index();
+        for peer in self.peers.iter().skip(me + 1).filter(|peer| !peer.up && !peer.down) {
+            let epoch = self.view.epoch.0;
+            context.out.push(Out::Hello { to: peer.process, epoch, answer: false });
+        }
+    }
+
+    fn handle_hello(&mut self, context: &mut Context<'_>, from: ProcessId, epoch: u64, answer: bool) {
+        let Some(rank) = self.rank_of(from).filter(|_| epoch == self.view.epoch.0) else { return };
+        let peer = &mut self.peers[rank.index()];
+        if peer.down {
+            return;
+        }
+        peer.up = true;
+        if !answer {
+            context.out.push(Out::Hello { to: from, epoch, answer: true });
+        }
+    }
+
+    /// Takes what comes over links, and what comes of writes.
+    pub(super) fn handle(&mut self, context: &mut Context<'_>, incoming: Incoming) {
+        match incoming {
+            Incoming::Hello { from, epoch, answer } => self.handle_hello(context, from, epoch, answer),
+            Incoming::Message { from, bytes } => {
+                if let Some(rank) = self.linked(from) {
+                    self.handle_message(context, rank, &bytes);
+                }
+            }
+            Incoming::Asked { from, write } => {
+                if let Some(rank) = self.linked(from) {
+                    self.handle_asked(context, rank, &write);
+                }
+            }
+            Incoming::Landed { from, immediate, target, bytes } => {
+                if let Some(rank) = self.linked(from) {
+                    self.handle_landed(context, rank, &immediate, target, bytes);
+                }
+            }
+            Incoming::Sent { to, token } => self.handle_sent(to, token),
+            Incoming::Down { from } => {
+                if let Some(rank) = self.linked(from) {
+                    self.peers[rank.index()].down = true;
+                    self.peers[rank.index()].up = false;
+                    let detail = format!("the link to {rank} ended: it exited or was killed");
+                    self.session.handle_link_down(rank, Fault::new(FaultKind::RankDied, detail).at(rank));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn linked(&self, from: ProcessId) -> Option<Rank> {
+        self.rank_of(from).filter(|rank| !self.peers[rank.index()].down)
+    }
+
+    fn handle_asked(&mut self, context: &mut Context<'_>, peer: Rank, write: &Write) {
+        if context.has(Mutation::SkipAdmission) {
+            context.memory.land(write.target, &write.bytes);
+        }
+        let Some(header) = self.header(context, peer, &write.immediate) else { return };
+        if !self.admit_write(peer, &header, write.target, write.bytes.len()) {
+            return;
+        }
+        // Memory that is gone takes nothing, and the write is as good as lost.
+        if context.memory.land(write.target, &write.bytes) {
+            self.handle_written(context, peer, &header, write.target);
+        }
+    }
+
+    fn handle_landed(
+        &mut self,
+        context: &mut Context<'_>,
+        peer: Rank,
+        immediate: &[u8],
+        target: Location,
+        bytes: usize,
+    ) {
+        let Some(header) = self.header(context, peer, immediate) else { return };
+        if self.admit_write(peer, &header, target, bytes) {
+            self.handle_written(context, peer, &header, target);
+        }
+    }
+
+    fn handle_sent(&mut self, to: ProcessId, token: u64) {
+        let (epoch, bucket) = (token >> 32, (token & 0xffff_ffff) as usize);
+        if epoch != self.view.epoch.0 {
+            return;
+        }
+        if let Some(memory) = self.memory.buckets.get_mut(bucket) {
+            memory.writes_in_flight = memory.writes_in_flight.saturating_sub(1);
+        }
+        if let Some(rank) = self.rank_of(to) {
+            let peer = &mut self.peers[rank.index()];
+            peer.writes_waiting = peer.writes_waiting.saturating_sub(1);
+        }
+    }
+
+    /// Does all that can be done now. Operations that ended are put into `finished`.
+    pub(super) fn progress(&mut self, context: &mut Context<'_>, finished: &mut Vec<Finished>) {
+        let now = context.now;
+        self.greet(context);
+        if !self.declared {
+            self.declared = true;
+            let mut bytes = Vec::new();
+            let declared = self.manifest.encode(&mut bytes).and_then(|()| self.session.declare(bytes, now, None));
+            if let Err(fault) = declared {
+                self.session.fail(fault);
+            }
+        }
+        loop {
+            let mut moved = false;
+            if self.session.poll_timeout().is_some_and(|at| at <= now) {
+                self.session.handle_timeout(now);
+            }
+            moved |= self.work(context);
+            self.session.unblock();
+            self.block();
+            moved |= self.send_messages(context);
+            moved |= self.send_data(context);
+            moved |= self.take_events(context);
+            moved |= self.finish(finished);
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    /// Nothing goes to peers that are not known to be in this epoch, nor to those whose queue is full.
+    fn block(&mut self) {
+        for (rank, peer) in (0..).map(Rank).zip(&self.peers) {
+            if !peer.up && !peer.down {
+                self.session.block(rank);
+            }
+        }
+    }
+
+    fn send_messages(&mut self, context: &mut Context<'_>) -> bool {
+        let mut bytes = MessageBytes::new();
+        let mut moved = false;
+        while let Some(rank) = self.session.peek_message(&mut bytes) {
+            moved = true;
+            self.session.pop_message();
+            let peer = &self.peers[rank.index()];
+            // The end of the link was told; the message has no receiver any more.
+            if !peer.down {
+                context.out.push(Out::Message { to: peer.process, bytes: bytes.as_slice().into() });
+            }
+        }
+        moved
+    }
+
+    fn send_data(&mut self, context: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        while let Some(transmit) = self.session.poll_transmit(context.now) {
+            let peer = &self.peers[transmit.peer.index()];
+            if peer.down || peer.writes_waiting >= WRITES_MAX {
+                self.session.handle_refused(&transmit);
+                self.session.block(transmit.peer);
+                continue;
+            }
+            moved = true;
+            match self.send_frame(context, &transmit) {
+                Ok(()) => self.session.handle_sent(&transmit),
+                Err(fault) => self.session.fail(fault),
+            }
+        }
+        moved
+    }
+
+    fn take_events(&mut self, context: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        while let Some(event) = self.session.poll_event() {
+            moved = true;
+            match event {
+                Event::Done { tensor, step, nonfinite } => self.finishing.push((tensor, step, nonfinite)),
+                Event::Manifests => {
+                    if let Err(fault) = self.agree(context) {
+                        self.session.fail(fault);
+                    }
+                }
+                Event::Prepared => self.prepared = true,
+                Event::Failed(fault) => {
+                    self.finishing.clear();
+                    self.failed = Some(fault);
+                }
+                Event::Farewell => self.farewell = true,
+                Event::Spoilt { .. } => {}
+            }
+        }
+        moved
+    }
+
+    /// Hands over what ended, once nothing reads its memory any more.
+    fn finish(&mut self, finished: &mut Vec<Finished>) -> bool {
+        let before = self.finishing.len();
+        let (session, buckets) = (&self.session, &self.memory.buckets);
+        let slots = &mut self.slots;
+        self.finishing.retain(|(tensor, step, nonfinite)| {
+            let bucket = session.plan().tensor(*tensor).bucket;
+            if buckets[bucket.index()].writes_in_flight > 0 {
+                return true;
+            }
+            slots[tensor.index()] = Slot::default();
+            finished.push(Finished { tensor: tensor.index(), step: *step, nonfinite: *nonfinite });
+            false
+        });
+        before != self.finishing.len()
+    }
+
+    /// When there is something to do again.
+    pub(super) fn poll_timeout(&self) -> Option<Nanos> {
+        let greeting = self.failed.is_none() && self.peers.iter().any(|peer| !peer.up && !peer.down);
+        let greeting = greeting.then_some(self.hello_at);
+        greeting.into_iter().chain(self.session.poll_timeout()).min()
+    }
+
+    /// Every rank's manifest is here: all come to the same plan, or to the same fault.
+    fn agree(&mut self, context: &mut Context<'_>) -> Result<(), Fault> {
+        let mut manifests = Vec::new();
+        for (rank, bytes) in (0..).map(Rank).zip(self.session.take_manifests()) {
+            let bad = |_| Fault::violation(rank, "bad declarations");
+            manifests.push(Manifest::decode(&bytes).map_err(bad)?);
+        }
+        let declarations = agree(&manifests)?;
+        self.session.lay_out(&declarations);
+        self.lay_out(context);
+        let landings: Vec<Location> = (self.memory.landings.iter())
+            .map(|key| key.map_or(Location::default(), |region| Location { region, offset: 0 }))
+            .collect();
+        self.session.prepare(&landings);
+        Ok(())
+    }
+
+    fn lay_out(&mut self, context: &mut Context<'_>) {
+        let (layout, me) = (self.session.plan(), self.session.config().rank);
+        let world = layout.world_size as usize;
+        let (mut staged, mut landing) = (0, vec![0; world]);
+        for bucket in &layout.buckets {
+            let landing_at = landing.clone();
+            if bucket.contributes() {
+                for (at, owned) in landing.iter_mut().zip(&bucket.owned) {
+                    *at += unit_bytes(layout, bucket, owned).next_multiple_of(ALIGNMENT);
+                }
+            }
+            self.memory.buckets.push(BucketMemory {
+                staged_at: staged,
+                landing_at,
+                contribution_at: vec![Location::default(); world],
+                writes_in_flight: 0,
+                arrival: Vec::new(),
+            });
+            if !bucket.direct || self.links == Links::OneSided {
+                staged += bucket.wire_bytes(bucket.elements).next_multiple_of(ALIGNMENT);
+            }
+        }
+        self.crcs = vec![0; layout.units.len()];
+        for key in [self.memory.contributions, self.memory.results] {
+            context.memory.free(key);
+        }
+        self.memory.contributions = context.memory.allocate(staged as usize);
+        self.memory.results = context.memory.allocate(staged as usize);
+        for rank in (0..world).filter(|rank| *rank != me.index() && landing[me.index()] > 0) {
+            let bytes = landing[me.index()] as usize;
+            let landed = context.memory.allocate(bytes);
+            self.memory.landings[rank] = Some(landed);
+            // What a peer can write to at any time must not be what is used.
+            let copied = self.links == Links::OneSided && !context.has(Mutation::FreeSlotEarly);
+            self.memory.checked[rank] = Some(if copied { context.memory.allocate(bytes) } else { landed });
+        }
+    }
+
+    /// Ends a step. Returns the checksums of what this rank reduced in it.
+    pub(super) fn commit(&mut self) -> Vec<(u32, u32)> {
+        self.session.commit();
+        let mut dirty = std::mem::take(&mut self.dirty);
+        dirty.sort_unstable();
+        dirty.dedup();
+        dirty.into_iter().map(|unit| (unit, self.crcs[unit as usize])).collect()
+    }
+
+    pub(super) fn contributors(&self) -> Rc<[ProcessId]> {
+        self.peers.iter().map(|peer| peer.process).collect()
+    }
+
+    fn header(&mut self, context: &Context<'_>, peer: Rank, bytes: &[u8]) -> Option<FrameHeader> {
+        match FrameHeader::decode(bytes, &JOB) {
+            Ok(mut header) => {
+                if context.has(Mutation::SkipEpochCheck) {
+                    header.epoch = self.view.epoch;
+                }
+                Some(header)
+            }
+            Err(malformed) => {
+                self.session.fail(Fault::violation(peer, &format!("a frame with a bad {}", malformed.0)));
+                None
+            }
+        }
+    }
+
+    fn handle_message(&mut self, context: &mut Context<'_>, peer: Rank, message: &[u8]) {
+        let Some((head, body)) = message.split_at_checked(gradwire_proto::limits::FRAME_HEADER_BYTES) else {
+            self.session.fail(Fault::violation(peer, "a message shorter than a header"));
+            return;
+        };
+        let Some(header) = self.header(context, peer, head) else { return };
+        self.take_message(context, peer, &header, body);
+    }
+}
+
+impl Regions {
+    /// The bytes of a run of units within their bucket, as it lies on the wire.
+    pub(super) fn run_bytes(layout: &Layout, first: UnitIndex, count: u32) -> Range<u64> {
+        let (start, last) = (layout.unit(first), layout.unit(UnitIndex(first.0 + count.max(1) - 1)));
+        let bucket = layout.bucket(start.bucket);
+        bucket.wire_bytes(start.in_bucket)..bucket.wire_bytes(last.in_bucket + u64::from(last.elements))
+    }
+
+    /// Where the run begins in the landing memory that `owner` keeps for a contributor.
+    pub(super) fn landing_offset(&self, layout: &Layout, owner: Rank, first: UnitIndex) -> u64 {
+        let unit = layout.unit(first);
+        let bucket = layout.bucket(unit.bucket);
+        let block = layout.units[bucket.owned[owner.index()].start as usize].in_bucket;
+        self.buckets[unit.bucket.index()].landing_at[owner.index()] + bucket.wire_bytes(unit.in_bucket - block)
+    }
+
+    /// Where results of a bucket are put by peers, if not into its tensor.
+    pub(super) fn staged(&self, bucket: BucketId) -> Location {
+        Location { region: self.results, offset: self.buckets[bucket.index()].staged_at }
+    }
+}
+
+fn unit_bytes(layout: &Layout, bucket: &BucketPlan, units: &Range<u32>) -> u64 {
+    let units = &layout.units[units.start as usize..units.end as usize];
+    units.iter().map(|unit| bucket.wire_bytes(u64::from(unit.elements))).sum()
+}
+
+/// A range of 64-bit offsets as one of memory that exists, and so fits.
+pub(super) const fn local(range: &Range<u64>, base: u64) -> Range<usize> {
+    (base + range.start) as usize..(base + range.end) as usize
+}
+
+/// The place `bytes` behind `base`.
+pub(super) const fn beyond(base: Location, bytes: u64) -> Location {
+    Location { region: base.region, offset: base.offset.wrapping_add(bytes) }
+}
+
+/// The checksum of a part of memory; of nothing where it is not there.
+pub(super) fn crc_of(context: &Context<'_>, key: RegionKey, range: Range<usize>) -> u32 {
+    context.memory.part(key, range).map_or(0, crc32)
+}
