@@ -323,6 +323,39 @@ fn a_rank_that_left_fails_those_who_go_on_at_once() {
     }
 }
 
+/// Found by simulation: the word of what an owner lacked and the goodbye of the rank that it lacked it from travel over
+/// different links, so that the older may come last.
+#[test]
+fn a_rank_that_left_after_its_part_was_used_after_all_is_not_blamed() {
+    let mut world = World::new(3, &[declaration("a", 10, Collective::AllReduce)]);
+    world.post_all(1);
+    for session in &mut world.sessions {
+        session.flush(TensorId(0));
+    }
+    // Rank 0 owns it, and has sent what it has of it; rank 1 does not have that yet.
+    for rank in [1, 2, 0] {
+        world.pump(rank);
+    }
+    while world.deliver(0) > 0 {}
+    world.pump(0);
+    let held = core::mem::take(&mut world.links[0][1]);
+    assert!(!held.is_empty());
+    while world.deliver(2) > 0 {}
+    world.pump(2);
+    assert_eq!(world.done[2].len(), 1);
+    world.sessions[2].leave();
+    world.settle();
+    let mut waiting = FrameHeader::new(FrameKind::Waiting, Epoch(1));
+    (waiting.unit_count, waiting.step) = (1, Step(u64::from(u32::MAX)));
+    (waiting.payload_len, waiting.payload_crc) = (1, crate::frame::payload_crc(&[1 << 2]));
+    let now = world.now;
+    world.sessions[1].handle_message(Rank(0), &waiting, &[1 << 2], now).unwrap();
+    world.links[0][1] = held;
+    world.settle();
+    assert_eq!(world.failed, vec![None; 3]);
+    assert_eq!(world.done[1].len(), 1);
+}
+
 #[test]
 fn everybody_leaves_in_good_order() {
     let mut world = World::new(3, &all_kinds());
