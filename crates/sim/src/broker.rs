@@ -108,10 +108,6 @@ impl Broker {
         self.links_opened
     }
 
-    pub(crate) fn is_linked(&self, process: ProcessId, link: u64) -> bool {
-        self.links.get(&process) == Some(&link)
-    }
-
     pub(crate) fn linked(&self) -> impl Iterator<Item = (ProcessId, u64)> + '_ {
         self.links.iter().map(|(process, link)| (*process, *link))
     }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use gradwire_sim::{Mutation, Outcome, Plan, Shape, shrink, simulate, simulate_twice};
+use gradwire_sim::{Mutation, Outcome, Plan, Shape, Tally, shrink, simulate, simulate_twice};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Most seeds that are told of one by one when they fail.
@@ -165,12 +165,14 @@ fn run_many(cli: &Cli, base: u64) -> bool {
     let bar = progress(cli.seeds);
     let mut failed = Vec::new();
     let (mut struck, mut events, mut faults) = (0, 0, 0);
+    let mut sum = Tally::default();
     for seed in base..base + cli.seeds {
         let plan = plan_of(cli, seed);
         let outcome = simulate_twice(&plan, cli.mutation);
         struck += outcome.traffic.struck;
         events += outcome.events;
         faults += plan.faults.len();
+        sum += outcome.tally;
         if let Some(violation) = outcome.violation {
             failed.push((plan, violation));
         }
@@ -198,7 +200,11 @@ fn run_many(cli: &Cli, base: u64) -> bool {
     }
     let seconds = began.elapsed().as_secs_f64();
     say(&format!(
-        "{} seeds in {seconds:.1} s ({:.0} a second), {faults} faults and {struck} frames struck, {events} events",
+        "{faults} faults, {struck} frames struck; {} processes, {} of them ended with a fault; {} epochs entered; {} steps done; {} operations ended well and {} not",
+        sum.processes, sum.faults, sum.views, sum.steps, sum.completed, sum.failed
+    ));
+    say(&format!(
+        "{} seeds in {seconds:.1} s ({:.0} a second), {events} events",
         cli.seeds,
         cli.seeds as f64 / seconds
     ));

@@ -76,6 +76,17 @@ pub struct Tally {
     pub faults: u64,
 }
 
+impl std::ops::AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.processes += other.processes;
+        self.completed += other.completed;
+        self.failed += other.failed;
+        self.steps += other.steps;
+        self.views += other.views;
+        self.faults += other.faults;
+    }
+}
+
 impl Judge {
     pub(crate) fn new(plan: &Rc<Plan>) -> Self {
         let checkers: Vec<Box<dyn Checker>> = vec![

@@ -1,6 +1,6 @@
 //! Invariant 3: nothing of an older epoch or step is ever used, and nobody writes to what was given back.
 
-use gradwire_proto::frame::FLAG_OFFER;
+use gradwire_proto::frame::FrameKind;
 
 use super::{Checker, Verdict};
 use crate::event::Nanos;
@@ -18,8 +18,8 @@ impl Checker for NothingStale {
     fn observe(&mut self, _now: Nanos, process: ProcessId, report: &Report) -> Verdict {
         match report {
             Report::Applied { from, header, epoch, step, .. } => {
-                // A rank that has everything may be ready for the next step while this one still serves others.
-                let early = header.flags & FLAG_OFFER != 0 && header.step == step.next();
+                // A peer that has everything may go on with the next step while this one still lacks something.
+                let early = header.kind == FrameKind::Contribution && header.step == step.next();
                 if header.epoch != *epoch || (header.step != *step && !early) {
                     return Err(format!(
                         "p{} used a {:?} of {} {} from p{} while in {epoch} {step}",

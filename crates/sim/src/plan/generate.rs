@@ -5,8 +5,8 @@ use super::{
 };
 use crate::random::Random;
 
-/// Longest that a fault begins after the start, in microseconds: about as long as a job takes.
-const SPAN_US: u64 = 60_000;
+/// When the members have met and steps begin, about, in microseconds.
+const JOINED_US: u64 = 22_000;
 
 /// What plans are made: bounds within which the seed decides.
 #[derive(Clone, Copy, Debug, Default)]
@@ -59,7 +59,14 @@ impl Plan {
     fn add_faults(&mut self, random: &mut Random, repairable: bool) {
         for _ in 0..random.within(1, 7) {
             let fault = fault(random, self, repairable);
-            self.faults.push(Timed { at_us: random.spread(1, SPAN_US), fault });
+            let steps_us = u64::from(self.steps) * (self.compute_us + 400) + 500;
+            let at_us = match random.below(10) {
+                0 => random.below(JOINED_US),
+                // After the first crash the others go on a while later.
+                1 => JOINED_US + random.spread(1, 2_000_000),
+                _ => JOINED_US + random.below(steps_us),
+            };
+            self.faults.push(Timed { at_us, fault });
             if repairable && !self.is_repairable() {
                 self.faults.pop();
             }
@@ -96,7 +103,8 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
     let rank = random.below(u64::from(plan.places())) as u32;
     let all_us = plan.deadline_ms * 1000;
     // Most are short against a deadline, some are longer than it.
-    let for_us = if repairable || random.chance(80) { random.spread(10, all_us / 16) } else { random.spread(10, all_us * 2) };
+    let long = !repairable && random.chance(20);
+    let for_us = random.spread(200, if long { all_us * 2 } else { all_us / 16 });
     match random.below(if repairable { 14 } else { 22 }) {
         0..6 => Fault::Link(link(random, plan, for_us, repairable)),
         6 => Fault::Cut { for_us, side: random.below(1 << plan.ranks.min(63)), one_way: random.chance(50) },

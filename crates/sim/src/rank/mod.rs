@@ -60,6 +60,8 @@ pub(crate) struct RankProgram {
     trainer: Option<Trainer>,
     declarations: Vec<Declaration>,
     phase: Phase,
+    /// A view that this rank goes by only if it cannot end the last step without.
+    deferred: Option<View>,
     /// Version records without a receipt, with their tokens while they are on the way.
     commits: VecDeque<(Rc<CommitRecord>, Option<u64>)>,
     commit_tokens: u64,
@@ -77,6 +79,7 @@ impl RankProgram {
             trainer: None,
             declarations,
             phase: Phase::Going,
+            deferred: None,
             commits: VecDeque::new(),
             commit_tokens: COMMIT_TOKENS,
             linked: false,
@@ -119,6 +122,10 @@ impl RankProgram {
                 // Through with all steps: the others go on without this rank.
                 (Phase::Leaving(_), News::View(_)) => self.end(context, Ok(())),
                 (Phase::Leaving(_), _) => {}
+                // Others are through and have left: what is left of the last step needs nothing of them.
+                (Phase::Going, News::View(view)) if self.is_last_step() && self.only_shrinks(&view) => {
+                    self.deferred = Some(view);
+                }
                 (_, News::View(view)) => self.begin_epoch(context, &view),
                 (_, News::Failed(fault)) => match &mut self.exchange {
                     Some(exchange) => exchange.session.fail(fault),
@@ -136,9 +143,20 @@ impl RankProgram {
         }
     }
 
+    fn is_last_step(&self) -> bool {
+        let sound = self.exchange.as_ref().is_some_and(|exchange| exchange.failed.is_none());
+        sound && self.trainer.as_ref().is_some_and(|trainer| trainer.step + 1 == u64::from(self.me.plan.steps))
+    }
+
+    fn only_shrinks(&self, view: &View) -> bool {
+        let members = self.exchange.as_ref().map_or(&[][..], |exchange| &exchange.view.members);
+        view.members.iter().all(|member| members.iter().any(|known| known.id == member.id))
+    }
+
     fn begin_epoch(&mut self, context: &mut Context<'_>, view: &View) {
         let members: Rc<[(u32, _)]> = view.members.iter().map(|member| (member.rank.0, member.id)).collect();
         context.report(Report::View { epoch: view.epoch, id: view.id, members });
+        self.deferred = None;
         if let Some(exchange) = self.exchange.take() {
             let detail = "the members changed while the operation was in flight: repeat the step";
             self.fail_operations(context, &Fault::new(FaultKind::Cancelled, detail));
@@ -190,6 +208,10 @@ impl RankProgram {
         self.fail_operations(context, fault);
         if context.plan.members == Members::Fixed {
             self.end(context, Err(fault.clone()));
+            return;
+        }
+        if let Some(view) = self.deferred.take() {
+            self.begin_epoch(context, &view);
             return;
         }
         let view = self.control.view().clone();

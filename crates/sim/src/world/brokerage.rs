@@ -48,6 +48,8 @@ struct Line {
     /// Until when each way is in use: what follows comes later.
     up: Nanos,
     down: Nanos,
+    /// Until when what was sent over the last lost link still arrives.
+    cut_at: Nanos,
 }
 
 impl Brokerage {
@@ -108,9 +110,10 @@ impl World<'_> {
         match event {
             BrokerEvent::Connect { process } => self.connect(process),
             BrokerEvent::Append { process, link, topic, token, record } => {
-                // What was on its way when the link was lost may arrive all the same.
+                // Of what was on its way when the link was lost, the beginning may arrive all the same.
                 let lost = self.link(process) != Some(link);
-                if self.brokerage.broker.down_until > self.now || lost && token % 2 == 0 {
+                let cut_at = self.brokerage.lines[process.index()].cut_at;
+                if self.brokerage.broker.down_until > self.now || lost && self.now > cut_at {
                     return;
                 }
                 self.take_record(process, link, topic, token, record);
@@ -233,6 +236,8 @@ impl World<'_> {
         if self.brokerage.lines[process.index()].link.take().is_none() {
             return;
         }
+        let arrives = mix(self.plan.seed, &[self.now, u64::from(process.0), 23]) % (200 * US);
+        self.brokerage.lines[process.index()].cut_at = self.now + arrives;
         self.brokerage.broker.disconnect(process);
         self.hand_out();
         self.hand(process, Incoming::BrokerDown);
