@@ -529,6 +529,43 @@ fn a_rank_may_begin_the_next_declaration_round_before_others_are_through_with_th
     assert_eq!(world.failed, vec![None; 3]);
 }
 
+/// Found by simulation: the word that it is prepared came, its declarations did not.
+#[test]
+fn a_rank_whose_declarations_were_lost_is_named() {
+    let mut sessions = [0, 1].map(|rank| {
+        Session::new(SessionConfig {
+            copies: false,
+            rank: Rank(rank),
+            world_size: 2,
+            epoch: Epoch(1),
+            job: JOB,
+            first_step: Step(0),
+            timing: Timing::default(),
+        })
+    });
+    let mut bytes = MessageBytes::new();
+    for session in &mut sessions {
+        session.declare(vec![7; 10], 0, None).unwrap();
+    }
+    let [one, other] = &mut sessions;
+    let send = |from: &mut Session, bytes: &mut MessageBytes| {
+        from.peek_message(bytes).unwrap();
+        from.pop_message();
+        FrameHeader::decode(&bytes[..FRAME_HEADER_BYTES], &JOB).unwrap()
+    };
+    let header = send(one, &mut bytes);
+    other.handle_message(Rank(0), &header, &bytes[FRAME_HEADER_BYTES..], 0).unwrap();
+    send(other, &mut bytes);
+    other.take_manifests();
+    other.lay_out(&[]);
+    other.prepare(&[Location::default(); 2]);
+    let header = send(other, &mut bytes);
+    one.handle_message(Rank(1), &header, &[], 0).unwrap();
+    one.handle_timeout(60_000 * MS);
+    let fault = one.fault().unwrap();
+    assert_eq!((fault.kind, fault.rank), (FaultKind::NotOffered, Some(Rank(1))), "{fault}");
+}
+
 #[test]
 fn a_source_that_is_early_waits_for_receivers_that_are_late() {
     let kinds = [Collective::AllGather, Collective::Broadcast { root: Rank(0) }];
