@@ -63,9 +63,9 @@ impl std::fmt::Display for Said<'_> {
             Report::Applied { from, header, .. } => {
                 write!(f, "uses {:?} {} {} of p{}", header.kind, header.step, header.unit_first, from.0)
             }
-            Report::View { epoch, members, .. } => {
+            Report::View { epoch, id, members } => {
                 let places: Vec<u32> = members.iter().map(|(place, _)| *place).collect();
-                write!(f, "enters {epoch} with ranks {places:?}")
+                write!(f, "enters {epoch} ({:08x}) with ranks {places:?}", crc32(id))
             }
             Report::RoundCompleted { round, bytes } => {
                 write!(f, "has round {round}: {} bytes, checksum {:08x}", bytes.len(), crc32(bytes))

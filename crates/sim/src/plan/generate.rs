@@ -104,7 +104,7 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
     let all_us = plan.deadline_ms * 1000;
     // Most are short against a deadline, some are longer than it.
     let long = !repairable && random.chance(20);
-    let for_us = random.spread(200, if long { all_us * 2 } else { all_us / 16 });
+    let for_us = random.spread(1_000, if long { all_us * 2 } else { all_us / 16 });
     match random.below(if repairable { 14 } else { 22 }) {
         0..6 => Fault::Link(link(random, plan, for_us, repairable)),
         6 => Fault::Cut { for_us, side: random.below(1 << plan.ranks.min(63)), one_way: random.chance(50) },
@@ -133,20 +133,20 @@ fn link(random: &mut Random, plan: &Plan, for_us: u64, repairable: bool) -> Link
     let one = |random: &mut Random| random.chance(40).then(|| random.below(u64::from(plan.ranks)) as u32);
     let (from, to) = (one(random), one(random));
     let odds = |random: &mut Random, percent: u64, most: u64| -> u32 {
-        if random.chance(percent) { random.spread(5, most) as u32 } else { 0 }
+        if random.chance(percent) { (most / 20 + random.below(most * 19 / 20)) as u32 } else { 0 }
     };
     let wild = if repairable { 0 } else { 12 };
     LinkFault {
         for_us,
         from,
         to,
-        lose: odds(random, 35, 300),
-        repeat: odds(random, 35, 500),
-        late: odds(random, 45, 700),
-        late_us: random.spread(10, 200_000),
+        lose: odds(random, 35, 400),
+        repeat: odds(random, 35, 900),
+        late: odds(random, 45, 1000),
+        late_us: random.spread(10, 50_000),
         corrupt: odds(random, 35, 250),
         truncate: odds(random, 20, 50),
-        reorder: odds(random, 35, 500),
+        reorder: odds(random, 35, 900),
         repeat_messages: odds(random, 25, 300),
         lose_messages: odds(random, wild, 200),
         corrupt_headers: odds(random, wild, 100),

@@ -69,10 +69,6 @@ impl World<'_> {
         }
         if let Some(back_us) = back_us {
             self.start_at(self.now + back_us * US, place);
-            if silent {
-                // The machine is up again, and knows nothing of its old links.
-                self.end_links(process);
-            }
         }
     }
 

@@ -37,7 +37,7 @@ impl World<'_> {
         self.note_arrival(from, to, &item);
         if !self.is_running(to) {
             // Whoever calls a process that is no more finds nobody, unless its machine is gone too.
-            if matches!(item, Item::Hello { .. }) && !self.processes[to.index()].silent && self.is_running(from) {
+            if matches!(item, Item::Hello { .. }) && !self.is_silent(to) && self.is_running(from) {
                 self.send(to, from, Item::Down);
             }
             return;

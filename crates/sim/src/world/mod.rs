@@ -231,7 +231,11 @@ impl<'a> World<'a> {
             writes: 0,
         });
         self.next_steps.push(stored);
-        self.places[place as usize] = Some(process);
+        // The machine is up again, and knows nothing of its old links.
+        if let Some(before) = self.places[place as usize].replace(process).filter(|before| self.is_silent(*before)) {
+            self.processes[before.index()].silent = false;
+            self.end_links(before);
+        }
         self.joins.insert(join, process);
         self.brokerage.add(process);
         self.report(process, &Report::Started { place });
@@ -247,6 +251,10 @@ impl<'a> World<'a> {
 
     fn is_running(&self, process: ProcessId) -> bool {
         self.processes[process.index()].program.is_some()
+    }
+
+    fn is_silent(&self, process: ProcessId) -> bool {
+        self.processes[process.index()].silent
     }
 
     /// Hands something to a process, which takes it in its next turn.
