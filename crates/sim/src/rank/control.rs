@@ -302,7 +302,10 @@ impl Control {
     /// The log that was read again lacks our view: it was lost, and is written again as a whole.
     fn restate(&mut self, context: &mut Context<'_>) {
         let Some(reread) = self.reread.take() else { return };
-        if reread.log.view().epoch < self.log.view().epoch {
+        let (theirs, ours) = (reread.log.view(), self.log.view());
+        // The product looks at the epochs alone. Then a newcomer that read the Joins which all say again when they are
+        // back, and began the job anew with them, stays in an epoch 1 of its own: simulation found that.
+        if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
             let snapshot = self.log.snapshot();
             self.say(context, Body::Snapshot(snapshot));
         }

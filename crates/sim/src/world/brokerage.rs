@@ -1,7 +1,7 @@
 //! Processes and the broker: links that come and go, and what travels over them.
 
 use super::{Event, World};
-use crate::broker::{Broker, Record, Topic};
+use crate::broker::{Body, Broker, Record, Topic};
 use crate::event::{MS, Nanos, US};
 use crate::mutation::Mutation;
 use crate::process::Incoming;
@@ -193,7 +193,8 @@ impl World<'_> {
 
     fn take_record(&mut self, process: ProcessId, link: u64, topic: Topic, token: u64, record: Record) {
         let place = self.brokerage.broker.append(topic, record);
-        self.trace.note(self.now, (10u8, process, topic, place), format_args!("p{} appends to {topic:?} {place}", process.0));
+        let said = self.brokerage.broker.record(topic, place);
+        self.trace.note(self.now, (10u8, process, topic, place), format_args!("p{} appends to {topic:?} {place}: {}", process.0, Said(said)));
         if self.mutation == Some(Mutation::EarlyReceipt) {
             self.give_receipt(process, link, token, place);
         }
@@ -254,6 +255,40 @@ impl World<'_> {
         if restart {
             self.brokerage.restarts += 1;
             self.brokerage.broker.restart();
+        }
+    }
+}
+
+/// A record in words.
+struct Said<'a>(Option<&'a Record>);
+
+impl std::fmt::Display for Said<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        use gradwire_proto::membership::Body::{Failed, Join, Left, Propose, Snapshot, Suspect};
+        let Some(record) = self.0 else { return f.write_str("nothing") };
+        let body = match &record.body {
+            Body::Bytes(kind, bytes) => gradwire_proto::membership::Body::decode(*kind, bytes),
+            Body::Commit(commit) => return write!(f, "{} {}", commit.version.epoch, commit.version.step),
+            Body::Data { round, shard, .. } => return write!(f, "round {round} shard {shard}"),
+        };
+        let name = |id: &[u8; 16]| format!("{:08x}", gradwire_codec::crc32(id));
+        write!(f, "{} ", name(&record.id))?;
+        match body {
+            Ok(Some(Join { .. })) => f.write_str("Join"),
+            Ok(Some(Propose { author, epoch, base, members })) => {
+                let ranks: Vec<u32> = members.iter().map(|member| member.rank.0).collect();
+                write!(f, "Propose {epoch} after {} by {}: {ranks:?}", name(&base), name(&author))
+            }
+            Ok(Some(Suspect { author, epoch, member, .. })) => {
+                write!(f, "Suspect {} by {} in {epoch}", name(&member), name(&author))
+            }
+            Ok(Some(Left { author })) => write!(f, "Left {}", name(&author)),
+            Ok(Some(Failed { fault, .. })) => write!(f, "Failed {fault}"),
+            Ok(Some(Snapshot(snapshot))) => {
+                let gone: Vec<String> = snapshot.gone.iter().map(|(id, _)| name(id)).collect();
+                write!(f, "Snapshot of {} ({}), gone {gone:?}", snapshot.view.epoch, name(&snapshot.view.id))
+            }
+            _ => write!(f, "{:?}", record.id[0]),
         }
     }
 }
