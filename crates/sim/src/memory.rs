@@ -40,6 +40,11 @@ impl Memory {
         self.bytes
     }
 
+    /// How many regions there are.
+    pub(crate) fn regions(&self) -> usize {
+        self.regions.len()
+    }
+
     /// The region's bytes; none of a region that there is not.
     pub(crate) fn get(&self, key: RegionKey) -> &[u8] {
         self.regions.get(&key).map_or(&[], Vec::as_slice)

@@ -4,6 +4,7 @@
 
 use gradwire_proto::frame::{FrameKind, Location};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
+use gradwire_proto::membership::RecordId;
 
 use crate::event::{Nanos, US};
 use crate::plan::LinkFault;
@@ -13,8 +14,8 @@ use crate::report::ProcessId;
 /// What a link carries.
 #[derive(Clone, Debug)]
 pub(crate) enum Item {
-    /// The other end is in this epoch too, if it answers.
-    Hello { epoch: u64, answer: bool },
+    /// The sender goes by this view; so does the other end, if it answers.
+    Hello { view: ViewName, answer: bool },
     /// A frame that travels as a message.
     Message(Box<[u8]>),
     /// A one-sided write.
@@ -22,6 +23,9 @@ pub(crate) enum Item {
     /// The link is over.
     Down,
 }
+
+/// A view: its epoch and the proposal that began it.
+pub(crate) type ViewName = (u64, RecordId);
 
 /// A one-sided write: where to, what, and the header that tells of it.
 #[derive(Clone, Debug)]

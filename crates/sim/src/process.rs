@@ -12,7 +12,7 @@ use crate::broker::{Record, Topic};
 use crate::event::Nanos;
 use crate::memory::Memory;
 use crate::mutation::Mutation;
-use crate::network::Write;
+use crate::network::{ViewName, Write};
 use crate::plan::Plan;
 use crate::random::mix;
 use crate::report::{ProcessId, Report};
@@ -20,8 +20,8 @@ use crate::report::{ProcessId, Report};
 /// What comes to a process.
 #[derive(Clone, Debug)]
 pub(crate) enum Incoming {
-    /// A peer is in this epoch; it wants to know whether this one is too, or answers that it is.
-    Hello { from: ProcessId, epoch: u64, answer: bool },
+    /// A peer goes by this view; it wants to know whether this one is too, or answers that it is.
+    Hello { from: ProcessId, view: ViewName, answer: bool },
     /// A message.
     Message { from: ProcessId, bytes: Box<[u8]> },
     /// A write that has not landed: the process decides.
@@ -47,7 +47,7 @@ pub(crate) enum Incoming {
 /// What a process asks for.
 #[derive(Debug)]
 pub(crate) enum Out {
-    Hello { to: ProcessId, epoch: u64, answer: bool },
+    Hello { to: ProcessId, view: ViewName, answer: bool },
     Message { to: ProcessId, bytes: Box<[u8]> },
     Write {
         to: ProcessId,

@@ -6,7 +6,7 @@ use super::{
 use crate::random::Random;
 
 /// When the members have met and steps begin, about, in microseconds.
-const JOINED_US: u64 = 22_000;
+const JOINED_US: u64 = 2_800;
 
 /// What plans are made: bounds within which the seed decides.
 #[derive(Clone, Copy, Debug, Default)]
@@ -18,22 +18,22 @@ pub struct Shape {
 }
 
 impl Plan {
-    /// The plan of a seed. Of eight one has no faults, and three have only such as must be repaired.
+    /// The plan of a seed. Of eight one has no faults, and two have only such as must be repaired.
     #[must_use]
     pub fn generate(seed: u64, shape: &Shape) -> Self {
         let mut random = Random::new(seed);
         let ranks = random.spread(2, 17) as u32;
         let ranks = shape.ranks.unwrap_or(ranks);
-        let federated = random.chance(20);
+        let federated = random.chance(15);
         let federated = shape.federated.unwrap_or(federated);
         let mut plan = Self {
             seed,
             ranks,
-            steps: random.within(1, 5) as u32,
-            members: if random.chance(50) { Members::Elastic } else { Members::Fixed },
+            steps: random.within(1, if ranks < 6 { 9 } else { 5 }) as u32,
+            members: if random.chance(65) { Members::Elastic } else { Members::Fixed },
             links: if random.chance(50) { Links::OneSided } else { Links::Asked },
             deadline_ms: random.within(8_000, 20_000),
-            compute_us: random.spread(10, 8_000),
+            compute_us: random.spread(30, 8_000),
             broker_keeps: random.chance(70) || federated,
             tensors: Vec::new(),
             federated: federated.then(|| Federated {
@@ -50,16 +50,19 @@ impl Plan {
         }
         match random.below(8) {
             0 => {}
-            1..4 => plan.add_faults(&mut random, true),
+            1..3 => plan.add_faults(&mut random, true),
             _ => plan.add_faults(&mut random, false),
         }
         plan
     }
 
     fn add_faults(&mut self, random: &mut Random, repairable: bool) {
+        if !repairable && self.federated.is_none() && random.chance(60) {
+            self.add_lateness(random);
+        }
         for _ in 0..random.within(1, 7) {
             let fault = fault(random, self, repairable);
-            let steps_us = u64::from(self.steps) * (self.compute_us + 400) + 500;
+            let steps_us = u64::from(self.steps) * self.step_us();
             let at_us = match random.below(10) {
                 0 => random.below(JOINED_US),
                 // After the first crash the others go on a while later.
@@ -72,6 +75,40 @@ impl Plan {
             }
         }
         self.faults.sort_by_key(|timed| timed.at_us);
+    }
+}
+
+impl Plan {
+    /// About how long a step takes.
+    const fn step_us(&self) -> u64 {
+        self.compute_us + self.compute_us / 8 + 50
+    }
+
+    /// Writes that come again all the time, much later, while one rank keeps the others waiting and members change: what
+    /// epochs and slots are there for.
+    fn add_lateness(&mut self, random: &mut Random) {
+        self.compute_us = random.spread(30, 500);
+        let delay_us = random.spread(200, 3_000);
+        let step_us = self.step_us() + 2 * delay_us;
+        let rank = |random: &mut Random| random.below(u64::from(self.ranks)) as u32;
+        let for_us = 3_000_000;
+        let late = LinkFault {
+            for_us,
+            late: random.within(500, 1001) as u32,
+            late_us: step_us * random.within(1, 4) + 2_500,
+            reorder: if random.chance(50) { random.within(100, 600) as u32 } else { 0 },
+            ..LinkFault::default()
+        };
+        let slow = LinkFault { for_us, from: Some(rank(random)), delay_us, ..LinkFault::default() };
+        let mut faults = vec![Timed { at_us: JOINED_US - 500, fault: Fault::Link(late) }];
+        faults.push(Timed { at_us: JOINED_US - 500, fault: Fault::Link(slow) });
+        if random.chance(80) && self.ranks > 2 {
+            let at_us = JOINED_US + random.below(u64::from(self.steps) * step_us);
+            let back_us = Some(random.spread(100, 50_000));
+            let crash = Fault::Crash { rank: rank(random), back_us, disk: random.chance(50), silent: false };
+            faults.push(Timed { at_us, fault: crash });
+        }
+        self.faults.append(&mut faults);
     }
 }
 
@@ -100,7 +137,12 @@ fn tensor(random: &mut Random, ranks: u32, federated: bool) -> Tensor {
 }
 
 fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
-    let rank = random.below(u64::from(plan.places())) as u32;
+    let aggregators = u64::from(plan.places() - plan.ranks);
+    let rank = if aggregators > 0 && random.chance(50) {
+        u64::from(plan.ranks) + random.below(aggregators)
+    } else {
+        random.below(u64::from(plan.places()))
+    } as u32;
     let all_us = plan.deadline_ms * 1000;
     // Most are short against a deadline, some are longer than it.
     let long = !repairable && random.chance(20);

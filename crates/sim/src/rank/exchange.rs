@@ -20,9 +20,9 @@ use gradwire_proto::session::{Event, MessageBytes, Session, SessionConfig, Timin
 use gradwire_proto::{BucketId, Fault, FaultKind, Rank, RegionKey, Step, TensorId, UnitIndex};
 
 use super::trainer::Finished;
-use crate::event::{MS, Nanos};
+use crate::event::{MS, Nanos, US};
 use crate::mutation::Mutation;
-use crate::network::Write;
+use crate::network::{ViewName, Write};
 use crate::plan::Links;
 use crate::process::{Context, Incoming, Out};
 use crate::report::ProcessId;
@@ -31,8 +31,9 @@ pub(crate) const JOB: JobTag = JobTag(*b"a simulated job!");
 const ALIGNMENT: u64 = 64;
 /// Writes to one peer that may wait for departure: further ones are refused, as by a full queue.
 const WRITES_MAX: u32 = 8;
-/// A peer that has not answered is greeted again.
-const HELLO_AGAIN: Nanos = 20 * MS;
+/// A peer that has not answered is greeted again after this long, and then ever later up to the second.
+const HELLO_AGAIN: Nanos = 200 * US;
+const HELLO_AGAIN_MAX: Nanos = 50 * MS;
 
 #[derive(Debug)]
 pub(super) struct Exchange {
@@ -49,6 +50,7 @@ pub(super) struct Exchange {
     pub(super) dirty: Vec<u32>,
     pub(super) links: Links,
     hello_at: Nanos,
+    hello_again: Nanos,
     manifest: Manifest,
     declared: bool,
     pub(super) prepared: bool,
@@ -140,6 +142,7 @@ impl Exchange {
             dirty: Vec::new(),
             links: context.plan.links,
             hello_at: context.now,
+            hello_again: HELLO_AGAIN,
             manifest: Manifest { tensors: declarations.to_vec() },
             declared: false,
             prepared: false,
@@ -167,35 +170,39 @@ impl Exchange {
         self.peers.iter().position(|peer| peer.process == process).map(|rank| Rank(rank as u32))
     }
 
-    /// Greets those that are not known to be in this epoch. Of two ranks the lower greets.
+    /// Greets those that are not known to go by this view. Of two ranks the lower greets.
+    ///
+    /// The product's hello names the epoch and the number of ranks, and not the view. Where a log was lost, two views can
+    /// have one number for a while, and their members must not exchange data: simulation found that they would.
     fn greet(&mut self, context: &mut Context<'_>) {
         if context.now < self.hello_at || self.failed.is_some() {
             return;
         }
-        self.hello_at = context.now + HELLO_AGAIN;
+        self.hello_at = context.now + self.hello_again;
+        self.hello_again = (self.hello_again * 2).min(HELLO_AGAIN_MAX);
         let me = self.me().index();
         for peer in self.peers.iter().skip(me + 1).filter(|peer| !peer.up && !peer.down) {
-            let epoch = self.view.epoch.0;
-            context.out.push(Out::Hello { to: peer.process, epoch, answer: false });
+            let view = (self.view.epoch.0, self.view.id);
+            context.out.push(Out::Hello { to: peer.process, view, answer: false });
         }
     }
 
-    fn handle_hello(&mut self, context: &mut Context<'_>, from: ProcessId, epoch: u64, answer: bool) {
-        let Some(rank) = self.rank_of(from).filter(|_| epoch == self.view.epoch.0) else { return };
+    fn handle_hello(&mut self, context: &mut Context<'_>, from: ProcessId, view: ViewName, answer: bool) {
+        let Some(rank) = self.rank_of(from).filter(|_| view == (self.view.epoch.0, self.view.id)) else { return };
         let peer = &mut self.peers[rank.index()];
         if peer.down {
             return;
         }
         peer.up = true;
         if !answer {
-            context.out.push(Out::Hello { to: from, epoch, answer: true });
+            context.out.push(Out::Hello { to: from, view, answer: true });
         }
     }
 
     /// Takes what comes over links, and what comes of writes.
     pub(super) fn handle(&mut self, context: &mut Context<'_>, incoming: Incoming) {
         match incoming {
-            Incoming::Hello { from, epoch, answer } => self.handle_hello(context, from, epoch, answer),
+            Incoming::Hello { from, view, answer } => self.handle_hello(context, from, view, answer),
             Incoming::Message { from, bytes } => {
                 if let Some(rank) = self.linked(from) {
                     self.handle_message(context, rank, &bytes);

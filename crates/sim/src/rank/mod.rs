@@ -261,7 +261,13 @@ impl RankProgram {
                 self.leave(context);
                 self.exchange(context);
             }
-            (Phase::Going, Some(fault)) => self.handle_failure(context, &fault),
+            (Phase::Going, Some(fault)) => {
+                self.handle_failure(context, &fault);
+                // Perhaps there is another view already.
+                if matches!(self.phase, Phase::Going) {
+                    self.exchange(context);
+                }
+            }
             (Phase::Leaving(_), Some(_)) => self.end(context, Ok(())),
             (Phase::Leaving(_), None) if farewell => self.end(context, Ok(())),
             _ => {}
@@ -275,8 +281,10 @@ impl RankProgram {
         let record = CommitRecord { id: context.unique(), version, owner: self.me.place, crcs };
         self.commits.push_back((Rc::new(record), None));
         context.report(Report::Load {
+            rank: exchange.me().0,
             members: exchange.peers.len(),
             queued: exchange.session.backlog() + self.commits.len(),
+            regions: context.memory.regions(),
             bytes: context.memory.bytes_in_use(),
             remembered: self.control.remembered(),
         });

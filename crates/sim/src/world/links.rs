@@ -43,7 +43,7 @@ impl World<'_> {
             return;
         }
         let incoming = match item {
-            Item::Hello { epoch, answer } => Incoming::Hello { from, epoch, answer },
+            Item::Hello { view, answer } => Incoming::Hello { from, view, answer },
             Item::Message(bytes) => Incoming::Message { from, bytes },
             Item::Write(write) if self.plan.links == Links::Asked => Incoming::Asked { from, write },
             Item::Write(write) => {
@@ -69,8 +69,8 @@ impl World<'_> {
     fn note_arrival(&mut self, from: ProcessId, to: ProcessId, item: &Item) {
         let (now, names) = (self.now, (from, to));
         match item {
-            Item::Hello { epoch, answer } => {
-                self.trace.note(now, (3u8, names, epoch, answer), format_args!("p{}>p{} hello {epoch}", from.0, to.0));
+            Item::Hello { view, answer } => {
+                self.trace.note(now, (3u8, names, view, answer), format_args!("p{}>p{} hello {}", from.0, to.0, view.0));
             }
             Item::Message(bytes) => {
                 let line = format_args!("p{}>p{} {}", from.0, to.0, Frame(bytes, bytes.len()));

@@ -327,7 +327,7 @@ impl<'a> World<'a> {
 
     fn give(&mut self, process: ProcessId, out: Out) {
         match out {
-            Out::Hello { to, epoch, answer } => self.send(process, to, Item::Hello { epoch, answer }),
+            Out::Hello { to, view, answer } => self.send(process, to, Item::Hello { view, answer }),
             Out::Message { to, bytes } => self.send(process, to, Item::Message(bytes)),
             Out::Write { to, immediate, target, source, token } => {
                 let state = &mut self.processes[process.index()];
