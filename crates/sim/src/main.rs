@@ -27,7 +27,7 @@ Examples:
   gradwire-sim --seed 17 --trace         one seed, with all that happens in it
   gradwire-sim --seed 17 --print-plan    its plan, to change and to run again:
   gradwire-sim --plan plan.json
-  gradwire-sim --seed 1 --ranks 1024 --calm"
+  gradwire-sim --seed 1 --ranks 1024 --calm --once"
 )]
 struct Cli {
     /// How many seeds to simulate.
@@ -57,6 +57,9 @@ struct Cli {
     /// Plant a bug, to see it found.
     #[arg(long, value_enum)]
     mutation: Option<Mutation>,
+    /// Run a single seed or plan once, not twice.
+    #[arg(long)]
+    once: bool,
     /// Do not make failing plans small.
     #[arg(long)]
     no_shrink: bool,
@@ -116,8 +119,11 @@ fn run_one(cli: &Cli, plan: &Plan) -> bool {
         return true;
     }
     let began = Instant::now();
-    let outcome =
-        if cli.trace { simulate(plan, cli.mutation, true) } else { simulate_twice(plan, cli.mutation) };
+    let outcome = if cli.trace || cli.once {
+        simulate(plan, cli.mutation, cli.trace)
+    } else {
+        simulate_twice(plan, cli.mutation)
+    };
     for line in &outcome.text {
         say(line);
     }
@@ -148,7 +154,8 @@ fn describe(plan: &Plan, outcome: &Outcome) {
     ));
     let per_step = |count: u64| count as f64 / (tally.steps.max(1)) as f64;
     say(&format!(
-        "for each rank and step: {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
+        "{:.1} messages for each process to begin; for each rank and step {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
+        traffic.setup as f64 / tally.processes.max(1) as f64,
         per_step(traffic.messages),
         per_step(traffic.message_bytes),
         per_step(traffic.writes),

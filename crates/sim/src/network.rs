@@ -58,7 +58,9 @@ struct Cut {
 /// What was carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Frames that travelled as messages, and their bytes.
+    /// Messages by which ranks agree on what there is, before the first step.
+    pub setup: u64,
+    /// Other frames that travelled as messages.
     pub messages: u64,
     /// Bytes of those.
     pub message_bytes: u64,
@@ -91,7 +93,7 @@ struct Stream {
 
 impl Network {
     pub(crate) const fn new(seed: u64) -> Self {
-        let traffic = Traffic { messages: 0, message_bytes: 0, writes: 0, payload_bytes: 0, struck: 0 };
+        let traffic = Traffic { setup: 0, messages: 0, message_bytes: 0, writes: 0, payload_bytes: 0, struck: 0 };
         Self { seed, streams: Vec::new(), links: Vec::new(), cuts: Vec::new(), traffic }
     }
 
@@ -121,14 +123,16 @@ impl Network {
             Item::Hello { .. } | Item::Down => 0,
         };
         // Between 2 and 42 us, and a nanosecond for each 10 bytes: 80 Gbit/s.
-        let mut flight = 2 * US + draws.below(10 * US) + draws.below(30 * US) * u64::from(draws.strikes(200)) + size / 10;
+        let mut flight =
+            2 * US + draws.below(10 * US) + draws.below(30 * US) * u64::from(draws.strikes(200)) + size / 10;
         let hit: Vec<(usize, LinkFault)> = (self.links.iter().map(|fault| fault.what).enumerate())
             .filter(|(_, fault)| fault.from.is_none_or(|place| place == place_from))
             .filter(|(_, fault)| fault.to.is_none_or(|place| place == place_to))
             .collect();
         flight += hit.iter().map(|(_, fault)| fault.delay_us * US).sum::<u64>();
         let held = self.held_until(place_from, place_to).unwrap_or(now);
-        let mut arrives = Arrives { item: Some(item), at: last_at.max(held.max(now) + flight), ordered: true, more: Vec::new() };
+        let mut arrives =
+            Arrives { item: Some(item), at: last_at.max(held.max(now) + flight), ordered: true, more: Vec::new() };
         for (which, fault) in hit {
             let mut draws = Draws::new(self.seed, &[name[0], name[1], name[2], 1 + which as u64]);
             if arrives.strike(&fault, &mut draws, held.max(now) + flight) {
@@ -159,6 +163,7 @@ impl Network {
 
     fn count(&mut self, item: &Item) {
         match item {
+            Item::Message(bytes) if !can_repeat(bytes) => self.traffic.setup += 1,
             Item::Message(bytes) => {
                 self.traffic.messages += 1;
                 self.traffic.message_bytes += bytes.len() as u64;

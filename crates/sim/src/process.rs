@@ -47,8 +47,15 @@ pub(crate) enum Incoming {
 /// What a process asks for.
 #[derive(Debug)]
 pub(crate) enum Out {
-    Hello { to: ProcessId, view: ViewName, answer: bool },
-    Message { to: ProcessId, bytes: Box<[u8]> },
+    Hello {
+        to: ProcessId,
+        view: ViewName,
+        answer: bool,
+    },
+    Message {
+        to: ProcessId,
+        bytes: Box<[u8]>,
+    },
     Write {
         to: ProcessId,
         immediate: Box<[u8; FRAME_HEADER_BYTES]>,
@@ -56,13 +63,22 @@ pub(crate) enum Out {
         source: (RegionKey, Range<usize>),
         token: u64,
     },
-    Append { topic: Topic, token: u64, record: Record },
+    Append {
+        topic: Topic,
+        token: u64,
+        record: Record,
+    },
     /// Consumes updates from now on.
     Subscribe,
     /// A consumed message is done with, or handed back.
-    Settle { place: usize, back: bool },
+    Settle {
+        place: usize,
+        back: bool,
+    },
     /// Keeps the step that comes next on the disk.
-    Store { step: u64 },
+    Store {
+        step: u64,
+    },
     Report(Report),
 }
 

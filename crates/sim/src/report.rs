@@ -64,7 +64,14 @@ pub(crate) enum Report {
     /// It handed an operation over, which has to end by then.
     Posted { version: Version, tensor: usize, by: Nanos },
     /// The operation ended well. `bytes`: what of the tensor this rank now has.
-    Completed { version: Version, tensor: usize, contributors: Rc<[ProcessId]>, rank: u32, bytes: Rc<[u8]>, nonfinite: bool },
+    Completed {
+        version: Version,
+        tensor: usize,
+        contributors: Rc<[ProcessId]>,
+        rank: u32,
+        bytes: Rc<[u8]>,
+        nonfinite: bool,
+    },
     /// The operation ended with a fault.
     Failed { tensor: usize, fault: Fault },
     /// The step is over: every operation of it ended well.

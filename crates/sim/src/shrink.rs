@@ -1,7 +1,7 @@
 //! Makes a failing plan small: fewer faults, ranks, tensors and steps that still break the same invariant.
 
 use crate::mutation::Mutation;
-use crate::plan::{Fault, Plan};
+use crate::plan::{Fault, LinkFault, Plan};
 use crate::{Violation, simulate};
 
 /// The smallest plan that was found within `runs_max` runs, and what it breaks. `plan` has to fail.
@@ -12,6 +12,7 @@ pub fn shrink(plan: &Plan, mutation: Option<Mutation>, runs_max: usize) -> (Plan
     loop {
         let before = shrinker.best.clone();
         shrinker.drop_faults();
+        shrinker.make_sure();
         shrinker.simplify();
         if shrinker.best == before || shrinker.runs_left == 0 {
             return (shrinker.best, shrinker.violation);
@@ -55,6 +56,20 @@ impl Shrinker {
                 }
             }
             size /= 2;
+        }
+    }
+
+    /// What strikes always, and from the start, needs less around it to do so at the right moment.
+    fn make_sure(&mut self) {
+        for index in 0..self.best.faults.len() {
+            let mut plan = self.best.clone();
+            let timed = &mut plan.faults[index];
+            if let Fault::Link(link) = &mut timed.fault {
+                make_sure(link);
+                link.for_us += timed.at_us;
+                timed.at_us = 0;
+                self.attempt(plan);
+            }
         }
     }
 
@@ -104,6 +119,21 @@ impl Shrinker {
             }
         }
     }
+}
+
+fn make_sure(link: &mut LinkFault) {
+    let odds = [
+        &mut link.lose,
+        &mut link.repeat,
+        &mut link.late,
+        &mut link.corrupt,
+        &mut link.truncate,
+        &mut link.reorder,
+        &mut link.repeat_messages,
+        &mut link.lose_messages,
+        &mut link.corrupt_headers,
+    ];
+    odds.into_iter().filter(|odds| **odds > 0).for_each(|odds| *odds = 1000);
 }
 
 /// Faults that do less than this one.

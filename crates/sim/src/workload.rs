@@ -27,7 +27,7 @@ impl Contribution {
         let parts = [u64::from(self.process), self.epoch, self.step, self.tensor as u64];
         let mut draws = Draws::new(self.seed, &parts);
         // Few have an infinity or a NaN somewhere.
-        let odd = (mix(self.seed, &parts) % 64 == 0).then(|| draws.below(tensor.elements));
+        let odd = mix(self.seed, &parts).is_multiple_of(64).then(|| draws.below(tensor.elements));
         let dtype: DType = tensor.dtype.into();
         for (at, element) in out.chunks_exact_mut(dtype.size()).enumerate() {
             let bits = draws.next();

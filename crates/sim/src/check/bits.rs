@@ -12,9 +12,12 @@ use crate::world::Ending;
 #[derive(Debug)]
 pub(super) struct SameBits {
     plan: Rc<Plan>,
-    first: BTreeMap<(Version, usize), (ProcessId, Rc<[u8]>, bool)>,
+    first: BTreeMap<(Version, usize), First>,
     contributors: BTreeMap<Version, (ProcessId, Rc<[ProcessId]>)>,
 }
+
+/// What the first rank had: its bytes, and whether they have an infinity.
+type First = (ProcessId, Rc<[u8]>, bool);
 
 impl SameBits {
     pub(super) fn new(plan: &Rc<Plan>) -> Self {
@@ -31,7 +34,10 @@ impl Checker for SameBits {
         let Report::Completed { version, tensor, contributors, bytes, nonfinite, .. } = report else { return Ok(()) };
         let (other, known) = self.contributors.entry(*version).or_insert_with(|| (process, contributors.clone()));
         if known != contributors {
-            return Err(format!("p{} and p{} completed {} over different contributors", other.0, process.0, version.step));
+            return Err(format!(
+                "p{} and p{} completed {} over different contributors",
+                other.0, process.0, version.step
+            ));
         }
         // Here every rank has another part.
         if self.plan.tensors[*tensor].collective == Operation::ReduceScatter {

@@ -43,7 +43,11 @@ impl Bounded {
         for (process, open) in self.open.iter().filter(|(process, _)| !self.stopped.contains_key(process)) {
             for (which, by) in open {
                 if now > by + self.slack {
-                    return Err(format!("operation {which} of p{} is open {} us past its deadline", process.0, (now - by) / US));
+                    return Err(format!(
+                        "operation {which} of p{} is open {} us past its deadline",
+                        process.0,
+                        (now - by) / US
+                    ));
                 }
                 self.next = self.next.min(by + self.slack);
             }
@@ -85,7 +89,8 @@ impl Bounded {
             FaultKind::Diverged => lost_log,
             _ => false,
         };
-        let names = fault.rank.is_some() || matches!(fault.kind, FaultKind::Cancelled | FaultKind::Unrecorded | FaultKind::Diverged);
+        let names = fault.rank.is_some()
+            || matches!(fault.kind, FaultKind::Cancelled | FaultKind::Unrecorded | FaultKind::Diverged);
         let names = names || fault.kind == FaultKind::DeadlineExceeded && fault.tensor.is_none();
         if !possible || !names || fault.detail.is_empty() {
             return Err(format!("p{} is told what cannot be: {fault}", process.0));
@@ -136,7 +141,8 @@ impl Checker for Bounded {
 
     fn finish(&mut self, ending: &Ending) -> Verdict {
         self.overdue(ending.now)?;
-        let left: Vec<u32> = self.open.iter().filter(|(_, open)| !open.is_empty()).map(|(process, _)| process.0).collect();
+        let left: Vec<u32> =
+            self.open.iter().filter(|(_, open)| !open.is_empty()).map(|(process, _)| process.0).collect();
         if !left.is_empty() {
             return Err(format!("nothing happens any more, and operations of processes {left:?} are open"));
         }

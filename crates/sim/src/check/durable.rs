@@ -20,8 +20,11 @@ pub(super) struct Durable {
     forgets: bool,
     reported: Vec<Rc<CommitRecord>>,
     epochs: BTreeMap<ProcessId, Epoch>,
-    views: BTreeMap<Epoch, (RecordId, Rc<[(u32, RecordId)]>)>,
+    views: BTreeMap<Epoch, (RecordId, Members)>,
 }
+
+/// Rank and Join of each.
+type Members = Rc<[(u32, RecordId)]>;
 
 impl Durable {
     pub(super) fn new(plan: &Plan) -> Self {
@@ -72,7 +75,10 @@ impl Checker for Durable {
             }
             let version = (commit.version.epoch, commit.version.step);
             if last.insert(commit.owner, version).is_some_and(|before| before >= version) {
-                return Err(format!("rank {} committed {} {} after a later version", commit.owner, version.0, version.1));
+                return Err(format!(
+                    "rank {} committed {} {} after a later version",
+                    commit.owner, version.0, version.1
+                ));
             }
         }
         for reported in &self.reported {

@@ -92,7 +92,7 @@ impl Judge {
         let checkers: Vec<Box<dyn Checker>> = vec![
             Box::new(bits::SameBits::new(plan)),
             Box::new(sums::ExactSums::new(plan)),
-            Box::new(stale::NothingStale::default()),
+            Box::new(stale::NothingStale),
             Box::new(bounded::Bounded::new(plan)),
             Box::new(integrity::Integrity),
             Box::new(durable::Durable::new(plan)),

@@ -32,7 +32,8 @@ impl Rounds {
         let (dtype, wire): (DType, WireFormat) = (tensor.dtype.into(), tensor.wire.into());
         let contributions: Vec<Vec<u8>> = parts.iter().map(|part| contribution(&self.plan, part)).collect();
         let contributions: Vec<&[u8]> = contributions.iter().map(Vec::as_slice).collect();
-        reference(dtype, wire.wire_dtype(dtype), tensor.reduce.into(), &contributions).map_err(|fault| fault.to_string())
+        reference(dtype, wire.wire_dtype(dtype), tensor.reduce.into(), &contributions)
+            .map_err(|fault| fault.to_string())
     }
 }
 

@@ -7,7 +7,7 @@ use crate::event::Nanos;
 use crate::report::{ProcessId, Report};
 use crate::world::Ending;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct NothingStale;
 
 impl Checker for NothingStale {

@@ -139,9 +139,7 @@ impl Aggregator {
     fn acknowledge(&mut self, context: &mut Context<'_>) {
         let log = &self.follower.log;
         let settled: Vec<_> = (self.held.keys().copied())
-            .filter(|(shard, entry, id)| {
-                matches!(log.standing(*entry, *id, *shard), Standing::Done | Standing::Never)
-            })
+            .filter(|(shard, entry, id)| matches!(log.standing(*entry, *id, *shard), Standing::Done | Standing::Never))
             .collect();
         for key in settled {
             for place in self.held.remove(&key).map(|held| held.places).unwrap_or_default() {
@@ -243,9 +241,10 @@ impl Program for Aggregator {
             context.report(Report::Ended(Ok(())));
             return None;
         }
-        let close = self.first_at.filter(|_| self.follower.log.has_quorum()).map(|at| {
-            self.close_at.map_or(at + CLOSE_AFTER, |proposed| proposed + SECOND)
-        });
+        let close = self
+            .first_at
+            .filter(|_| self.follower.log.has_quorum())
+            .map(|at| self.close_at.map_or(at + CLOSE_AFTER, |proposed| proposed + SECOND));
         let stall = self.follower.log.closed().map(|_| self.moved_at + self.stall);
         [close, stall, Some(self.give_up_at(context))].into_iter().flatten().min()
     }

@@ -33,9 +33,12 @@ pub(crate) struct Contributor {
     round: Round,
     state: State,
     /// Results of this round and later ones, by round and shard: digest and data.
-    results: BTreeMap<(u64, u32), Vec<(u32, Rc<[u8]>)>>,
+    results: BTreeMap<(u64, u32), Vec<Found>>,
     ended: bool,
 }
+
+/// A result of a shard: digest and data.
+type Found = (u32, Rc<[u8]>);
 
 #[derive(Debug)]
 enum State {
@@ -89,7 +92,8 @@ impl Contributor {
                 }
             }
             Incoming::Receipt { token, .. } => {
-                if self.outbox.receipt(token) == Some(Tag::Shard) {
+                let taken = self.outbox.receipt(token);
+                if taken == Some(Tag::Shard) {
                     self.tell_if_given(context);
                 }
             }

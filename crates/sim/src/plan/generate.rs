@@ -1,8 +1,6 @@
 //! Plans from seeds.
 
-use super::{
-    Elements, Fault, Federated, LinkFault, Links, Members, Operation, Plan, Reduce, Tensor, Timed, Wire,
-};
+use super::{Elements, Fault, Federated, LinkFault, Links, Members, Operation, Plan, Reduce, Tensor, Timed, Wire};
 use crate::random::Random;
 
 /// When the members have met and steps begin, about, in microseconds.
@@ -119,7 +117,13 @@ fn tensor(random: &mut Random, ranks: u32, federated: bool) -> Tensor {
     if federated {
         let wire = *random.pick(&[Wire::Fp32, Wire::Fp32, Wire::Fp16, Wire::Bf16]);
         let reduce = *random.pick(&[Reduce::Sum, Reduce::Mean, Reduce::Mean]);
-        return Tensor { elements: elements.max(1), dtype: Elements::F32, wire, collective: Operation::AllReduce, reduce };
+        return Tensor {
+            elements: elements.max(1),
+            dtype: Elements::F32,
+            wire,
+            collective: Operation::AllReduce,
+            reduce,
+        };
     }
     let others = [Elements::F64, Elements::F16, Elements::Bf16, Elements::I32, Elements::I64];
     Tensor {

@@ -12,6 +12,7 @@ mod control;
 mod exchange;
 mod receive;
 mod reduce;
+mod regions;
 mod trainer;
 
 use std::collections::VecDeque;
@@ -354,7 +355,10 @@ impl Program for RankProgram {
         let exchange = self.exchange.as_ref();
         let trainer = self.trainer.as_ref().filter(|_| exchange.is_some_and(|exchange| exchange.prepared));
         let posting = trainer.filter(|_| matches!(self.phase, Phase::Going)).and_then(Trainer::next_at);
-        [self.control.poll_timeout(), exchange.and_then(Exchange::poll_timeout), posting, phase].into_iter().flatten().min()
+        [self.control.poll_timeout(), exchange.and_then(Exchange::poll_timeout), posting, phase]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn has_ended(&self) -> bool {

@@ -5,7 +5,8 @@ use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FrameHeader, FrameKind
 use gradwire_proto::session::Admission;
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, UnitIndex};
 
-use super::exchange::{Exchange, Regions, beyond, crc_of, local};
+use super::exchange::Exchange;
+use super::regions::{Regions, beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::plan::Links;
 use crate::process::Context;
@@ -62,7 +63,13 @@ impl Exchange {
     }
 
     /// An admitted write has landed.
-    pub(super) fn handle_written(&mut self, context: &mut Context<'_>, peer: Rank, header: &FrameHeader, target: Location) {
+    pub(super) fn handle_written(
+        &mut self,
+        context: &mut Context<'_>,
+        peer: Rank,
+        header: &FrameHeader,
+        target: Location,
+    ) {
         let start = target.offset as usize;
         let landed = start..start + header.payload_len as usize;
         let mut used = (target.region, landed.clone());
@@ -157,7 +164,8 @@ impl Exchange {
                 header.flags & FLAG_NONFINITE != 0
             } else {
                 let mut target = context.memory.take(output);
-                let unpacked = unpack(wire, dtype, context.memory.part(source, wire_range).unwrap_or(&[]), &mut target[native]);
+                let unpacked =
+                    unpack(wire, dtype, context.memory.part(source, wire_range).unwrap_or(&[]), &mut target[native]);
                 context.memory.put(output, target);
                 unpacked?
             };

@@ -5,7 +5,8 @@ use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FLAG_OFFER, FrameHeade
 use gradwire_proto::session::{Data, Transmit, Work};
 use gradwire_proto::{Fault, FaultKind, RegionKey, UnitIndex};
 
-use super::exchange::{Exchange, Regions, beyond, crc_of, local};
+use super::exchange::Exchange;
+use super::regions::{Regions, beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::process::{Context, Out};
 
@@ -45,7 +46,8 @@ impl Exchange {
         let own: Option<&[u8]> = slot.input.map(|input| &context.memory.get(input)[native.clone()]);
         let order = self.order(context, plan.bucket.index(), unit);
         let contribution = |rank: usize| -> &[u8] {
-            let part = self.memory.checked[rank].and_then(|key| context.memory.part(key, landed_at..landed_at + wire_len));
+            let part =
+                self.memory.checked[rank].and_then(|key| context.memory.part(key, landed_at..landed_at + wire_len));
             part.unwrap_or(&[])
         };
         // A planted bug moves this rank's own contribution too: it has to be out of the way of the result.

@@ -44,8 +44,7 @@ struct Buffers {
 impl Trainer {
     pub(super) fn new(context: &mut Context<'_>, step: u64) -> Self {
         let buffers = context.plan.tensors.iter().enumerate().map(|(index, tensor)| {
-            let contributes =
-                matches!(tensor.collective.into(), Collective::AllReduce | Collective::ReduceScatter);
+            let contributes = matches!(tensor.collective.into(), Collective::AllReduce | Collective::ReduceScatter);
             let bytes = bytes_of(tensor);
             let input = (contributes && index % 2 == 1).then(|| context.memory.allocate(bytes));
             Buffers { input, output: context.memory.allocate(bytes), held: None }
@@ -175,4 +174,3 @@ fn own_block<'a>(output: &'a [u8], tensor: &Tensor, world: usize, rank: Rank) ->
     let start = (block * rank.index()).min(output.len());
     &output[start..(start + block).min(output.len())]
 }
-

@@ -141,7 +141,11 @@ impl World<'_> {
             BrokerEvent::Deliver { process, link, topic, place } => {
                 let record = self.brokerage.broker.record(topic, place).cloned();
                 if let Some(record) = record.filter(|_| self.link(process) == Some(link)) {
-                    self.trace.note(self.now, (8u8, process, topic, place), format_args!("p{} reads {topic:?} {place}", process.0));
+                    self.trace.note(
+                        self.now,
+                        (8u8, process, topic, place),
+                        format_args!("p{} reads {topic:?} {place}", process.0),
+                    );
                     self.hand(process, Incoming::Record { topic, place, record });
                 }
             }
@@ -194,7 +198,11 @@ impl World<'_> {
     fn take_record(&mut self, process: ProcessId, link: u64, topic: Topic, token: u64, record: Record) {
         let place = self.brokerage.broker.append(topic, record);
         let said = self.brokerage.broker.record(topic, place);
-        self.trace.note(self.now, (10u8, process, topic, place), format_args!("p{} appends to {topic:?} {place}: {}", process.0, Said(said)));
+        self.trace.note(
+            self.now,
+            (10u8, process, topic, place),
+            format_args!("p{} appends to {topic:?} {place}: {}", process.0, Said(said)),
+        );
         if self.mutation == Some(Mutation::EarlyReceipt) {
             self.give_receipt(process, link, token, place);
         }

@@ -70,7 +70,11 @@ impl World<'_> {
         let (now, names) = (self.now, (from, to));
         match item {
             Item::Hello { view, answer } => {
-                self.trace.note(now, (3u8, names, view, answer), format_args!("p{}>p{} hello {}", from.0, to.0, view.0));
+                self.trace.note(
+                    now,
+                    (3u8, names, view, answer),
+                    format_args!("p{}>p{} hello {}", from.0, to.0, view.0),
+                );
             }
             Item::Message(bytes) => {
                 let line = format_args!("p{}>p{} {}", from.0, to.0, Frame(bytes, bytes.len()));

@@ -38,17 +38,36 @@ const EVENTS_MAX: u64 = 200_000;
 /// What is to happen.
 #[derive(Debug)]
 enum Event {
-    Start { place: u32 },
-    Turn { process: ProcessId, number: u64 },
-    Arrive { from: ProcessId, to: ProcessId, item: Item },
+    Start {
+        place: u32,
+    },
+    Turn {
+        process: ProcessId,
+        number: u64,
+    },
+    Arrive {
+        from: ProcessId,
+        to: ProcessId,
+        item: Item,
+    },
     /// A write's memory is read, and it travels.
-    Depart { from: ProcessId, to: ProcessId, write: Box<Departing> },
+    Depart {
+        from: ProcessId,
+        to: ProcessId,
+        write: Box<Departing>,
+    },
     /// The n-th fault of the plan begins.
     Fault(usize),
     Resume(ProcessId),
-    Quicker { process: ProcessId, by: Nanos },
+    Quicker {
+        process: ProcessId,
+        by: Nanos,
+    },
     /// A process's disk has it now.
-    Stored { process: ProcessId, step: u64 },
+    Stored {
+        process: ProcessId,
+        step: u64,
+    },
     Broker(BrokerEvent),
 }
 
@@ -302,7 +321,9 @@ impl<'a> World<'a> {
             memory: &mut state.memory,
             out: &mut out,
             directory: &|join| joins.get(&join).copied(),
-            first_step: &mut |view| *first_steps.entry(view.id).or_insert_with(|| first_step(view, joins, next_steps, broker)),
+            first_step: &mut |view| {
+                *first_steps.entry(view.id).or_insert_with(|| first_step(view, joins, next_steps, broker))
+            },
             ids: &mut state.ids,
         };
         let next = program.run(&mut context, &mut inbox);
@@ -313,7 +334,11 @@ impl<'a> World<'a> {
         self.next_steps[process.index()] = program.next_step();
         let ended = program.has_ended();
         state.program = Some(program);
-        self.trace.note(now, (2u8, process, count, out.len()), format_args!("p{} takes {count}, gives {}", process.0, out.len()));
+        self.trace.note(
+            now,
+            (2u8, process, count, out.len()),
+            format_args!("p{} takes {count}, gives {}", process.0, out.len()),
+        );
         for one in out {
             self.give(process, one);
         }
@@ -368,12 +393,7 @@ impl<'a> World<'a> {
 
 /// With which step the members of a view begin: the lowest that any of them is at, or what is on record where none is
 /// at any. Nobody could know this; it stands in for the step rule, which is not part of the protocol yet.
-fn first_step(
-    view: &View,
-    joins: &BTreeMap<RecordId, ProcessId>,
-    next_steps: &[Option<u64>],
-    broker: &Broker,
-) -> u64 {
+fn first_step(view: &View, joins: &BTreeMap<RecordId, ProcessId>, next_steps: &[Option<u64>], broker: &Broker) -> u64 {
     let processes = view.members.iter().filter_map(|member| joins.get(&member.id));
     let known = processes.filter_map(|process| next_steps.get(process.index()).copied().flatten()).min();
     known.unwrap_or_else(|| broker.last_step().map_or(0, |step| step + 1))
