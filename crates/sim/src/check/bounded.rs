@@ -71,7 +71,8 @@ impl Bounded {
         let elastic = self.plan.members == Members::Elastic;
         let faults = &self.plan.faults;
         let lost_log = faults.iter().any(|timed| matches!(timed.fault, plan::Fault::BrokerDown { restart: true, .. }));
-        let crash = faults.iter().any(|timed| matches!(timed.fault, plan::Fault::Crash { .. }));
+        let started_again =
+            faults.iter().any(|timed| matches!(timed.fault, plan::Fault::Crash { .. } | plan::Fault::Replace { .. }));
         let spoils = faults.iter().any(|timed| match timed.fault {
             plan::Fault::Link(link) => link.corrupt > 0 || link.truncate > 0 || link.corrupt_headers > 0,
             _ => false,
@@ -85,7 +86,7 @@ impl Bounded {
             FaultKind::ProtocolViolation => self.plan.forges(),
             FaultKind::IntegrityExhausted => spoils,
             FaultKind::Cancelled | FaultKind::Removed => elastic,
-            FaultKind::WorldMismatch => crash,
+            FaultKind::WorldMismatch => started_again,
             FaultKind::Diverged => lost_log,
             _ => false,
         };

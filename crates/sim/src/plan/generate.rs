@@ -112,7 +112,7 @@ impl Plan {
 
 fn tensor(random: &mut Random, ranks: u32, federated: bool) -> Tensor {
     // The more ranks, the less each: all of it is sent to all of them.
-    let elements_max = if random.chance(10) { 120_000 } else { 24_000 } / u64::from(ranks);
+    let elements_max = if random.chance(20) { 160_000 } else { 24_000 } / u64::from(ranks);
     let elements = if random.chance(5) { 0 } else { random.spread(1, elements_max) };
     if federated {
         let wire = *random.pick(&[Wire::Fp32, Wire::Fp32, Wire::Fp16, Wire::Bf16]);
@@ -151,7 +151,7 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
     // Most are short against a deadline, some are longer than it.
     let long = !repairable && random.chance(20);
     let for_us = random.spread(1_000, if long { all_us * 2 } else { all_us / 16 });
-    match random.below(if repairable { 14 } else { 22 }) {
+    match random.below(if repairable { 14 } else { 24 }) {
         0..6 => Fault::Link(link(random, plan, for_us, repairable)),
         6 => Fault::Cut { for_us, side: random.below(1 << plan.ranks.min(63)), one_way: random.chance(50) },
         7 => Fault::Slow { rank, for_us, by_us: random.spread(1, 2_000) },
@@ -166,6 +166,7 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
             Fault::Break { a, b }
         }
         15 => Fault::BrokerDown { for_us, restart: true },
+        16 | 17 => Fault::Replace { rank },
         _ => Fault::Crash {
             rank,
             back_us: random.chance(60).then(|| random.spread(100, 400_000)),

@@ -152,6 +152,11 @@ pub enum Fault {
         /// Nobody is told, as when the power fails.
         silent: bool,
     },
+    /// Another process is started in a rank's place although the first still runs: whoever did it took that for dead.
+    Replace {
+        /// Which.
+        rank: u32,
+    },
     /// The broker cannot be reached.
     BrokerDown {
         /// How long.
@@ -369,7 +374,7 @@ impl Fault {
                 Some(back_us) => *back_us,
                 None => 0,
             },
-            Self::Break { .. } | Self::BrokerLink { .. } => 0,
+            Self::Break { .. } | Self::Replace { .. } | Self::BrokerLink { .. } => 0,
         }
     }
 
@@ -395,7 +400,7 @@ impl Fault {
             | Self::BrokerSlow { .. }
             | Self::BrokerTwice { .. } => true,
             Self::BrokerDown { restart, .. } => !*restart,
-            Self::Break { .. } | Self::Crash { .. } => false,
+            Self::Break { .. } | Self::Crash { .. } | Self::Replace { .. } => false,
         }
     }
 }

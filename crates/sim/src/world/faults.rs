@@ -37,6 +37,11 @@ impl World<'_> {
                 }
             }
             Fault::Crash { rank, back_us, disk, silent } => self.crash(rank, back_us, disk, silent),
+            Fault::Replace { rank } => {
+                if self.at(rank).is_some() {
+                    self.start_at(self.now, rank);
+                }
+            }
             Fault::BrokerDown { for_us, restart } => self.broker_down(self.now + for_us * US, restart),
             Fault::BrokerLink { rank } => {
                 if let Some(process) = self.at(rank) {
