@@ -154,8 +154,8 @@ fn describe(plan: &Plan, outcome: &Outcome) {
     ));
     let per_step = |count: u64| count as f64 / (tally.steps.max(1)) as f64;
     say(&format!(
-        "{:.1} messages for each process to begin; for each rank and step {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
-        traffic.setup as f64 / tally.processes.max(1) as f64,
+        "{:.1} messages for each process to begin and to end; for each rank and step {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
+        traffic.around as f64 / tally.processes.max(1) as f64,
         per_step(traffic.messages),
         per_step(traffic.message_bytes),
         per_step(traffic.writes),

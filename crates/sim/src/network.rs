@@ -58,8 +58,8 @@ struct Cut {
 /// What was carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Messages by which ranks agree on what there is, before the first step.
-    pub setup: u64,
+    /// Messages around the steps: what there is, who leaves, and why the job failed.
+    pub around: u64,
     /// Other frames that travelled as messages.
     pub messages: u64,
     /// Bytes of those.
@@ -93,7 +93,7 @@ struct Stream {
 
 impl Network {
     pub(crate) const fn new(seed: u64) -> Self {
-        let traffic = Traffic { setup: 0, messages: 0, message_bytes: 0, writes: 0, payload_bytes: 0, struck: 0 };
+        let traffic = Traffic { around: 0, messages: 0, message_bytes: 0, writes: 0, payload_bytes: 0, struck: 0 };
         Self { seed, streams: Vec::new(), links: Vec::new(), cuts: Vec::new(), traffic }
     }
 
@@ -163,7 +163,7 @@ impl Network {
 
     fn count(&mut self, item: &Item) {
         match item {
-            Item::Message(bytes) if !can_repeat(bytes) => self.traffic.setup += 1,
+            Item::Message(bytes) if !is_of_step(bytes) => self.traffic.around += 1,
             Item::Message(bytes) => {
                 self.traffic.messages += 1;
                 self.traffic.message_bytes += bytes.len() as u64;
@@ -269,6 +269,14 @@ impl Arrives {
 fn can_repeat(message: &[u8]) -> bool {
     let once = [FrameKind::Manifest as u8, FrameKind::Ready as u8];
     message.get(3).is_some_and(|kind| !once.contains(kind))
+}
+
+/// Whether this is a message of a step.
+fn is_of_step(message: &[u8]) -> bool {
+    use FrameKind::{Ack, Contribution, Nack, Result, Waiting};
+    message
+        .get(3)
+        .is_some_and(|kind| [Contribution, Result, Ack, Nack, Waiting].iter().any(|known| *known as u8 == *kind))
 }
 
 fn flip(bytes: &mut [u8], draws: &mut Draws) {

@@ -55,6 +55,7 @@ fn a_job_of_many_ranks_sends_as_many_messages_as_it_has_to() {
     assert_eq!(outcome.tally.steps, steps);
     // One owner gets the contributions of all others, and sends each of them the result.
     assert_eq!(outcome.traffic.writes, u64::from(plan.steps) * 2 * 95);
-    // Each declares to each other, and says that it is prepared.
-    assert_eq!(outcome.traffic.setup, 96 * 95 * 2);
+    assert_eq!(outcome.traffic.messages, 0);
+    // Each declares to each other, is prepared, says goodbye, and is told that it may go.
+    assert_eq!(outcome.traffic.around, 96 * 95 * 4);
 }

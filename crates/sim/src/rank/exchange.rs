@@ -8,6 +8,7 @@
 //! Everything of an epoch (session, regions, what is known of links) lives and ends with an `Exchange`: the change of
 //! epochs is what is around it ([`super`]), so that a way to keep a step over such a change can be put there.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use gradwire_proto::frame::{FrameHeader, JobTag, Location};
@@ -38,6 +39,9 @@ pub(super) struct Exchange {
     pub(super) view: View,
     /// By rank of the session: the process, whether the link to it is up in this epoch, and writes that wait.
     pub(super) peers: Vec<Peer>,
+    ranks: BTreeMap<ProcessId, Rank>,
+    /// How many of them are neither known to go by this view nor gone.
+    absent: usize,
     pub(super) memory: Regions,
     pub(super) slots: Vec<Slot>,
     /// Operations that the session is through with, but whose memory is still read.
@@ -108,6 +112,8 @@ impl Exchange {
         Some(Self {
             session: Session::new(config),
             view: view.clone(),
+            absent: peers.len() - 1,
+            ranks: (0..).map(Rank).zip(&peers).map(|(rank, peer)| (peer.process, rank)).collect(),
             peers,
             memory: regions,
             slots: vec![Slot::default(); declarations.len()],
@@ -141,7 +147,7 @@ impl Exchange {
     }
 
     pub(super) fn rank_of(&self, process: ProcessId) -> Option<Rank> {
-        self.peers.iter().position(|peer| peer.process == process).map(|rank| Rank(rank as u32))
+        self.ranks.get(&process).copied()
     }
 
     /// Greets those that are not known to go by this view. Of two ranks the lower greets.
@@ -149,7 +155,7 @@ impl Exchange {
     /// The product's hello names the epoch and the number of ranks, and not the view. Where a log was lost, two views can
     /// have one number for a while, and their members must not exchange data: simulation found that they would.
     fn greet(&mut self, context: &mut Context<'_>) {
-        if context.now < self.hello_at || self.failed.is_some() {
+        if context.now < self.hello_at || self.failed.is_some() || self.absent == 0 {
             return;
         }
         self.hello_at = context.now + self.hello_again;
@@ -167,6 +173,7 @@ impl Exchange {
         if peer.down {
             return;
         }
+        self.absent -= usize::from(!peer.up);
         peer.up = true;
         if !answer {
             context.out.push(Out::Hello { to: from, view, answer: true });
@@ -195,8 +202,9 @@ impl Exchange {
             Incoming::Sent { to, token } => self.handle_sent(to, token),
             Incoming::Down { from } => {
                 if let Some(rank) = self.linked(from) {
-                    self.peers[rank.index()].down = true;
-                    self.peers[rank.index()].up = false;
+                    let peer = &mut self.peers[rank.index()];
+                    self.absent -= usize::from(!peer.up);
+                    (peer.up, peer.down) = (false, true);
                     let detail = format!("the link to {rank} ended: it exited or was killed");
                     self.session.handle_link_down(rank, Fault::new(FaultKind::RankDied, detail).at(rank));
                 }
@@ -283,6 +291,9 @@ impl Exchange {
 
     /// Nothing goes to peers that are not known to be in this epoch, nor to those whose queue is full.
     fn block(&mut self) {
+        if self.absent == 0 {
+            return;
+        }
         for (rank, peer) in (0..).map(Rank).zip(&self.peers) {
             if !peer.up && !peer.down {
                 self.session.block(rank);
@@ -365,8 +376,7 @@ impl Exchange {
 
     /// When there is something to do again.
     pub(super) fn poll_timeout(&self) -> Option<Nanos> {
-        let greeting = self.failed.is_none() && self.peers.iter().any(|peer| !peer.up && !peer.down);
-        let greeting = greeting.then_some(self.hello_at);
+        let greeting = (self.failed.is_none() && self.absent > 0).then_some(self.hello_at);
         greeting.into_iter().chain(self.session.poll_timeout()).min()
     }
 

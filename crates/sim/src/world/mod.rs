@@ -119,8 +119,9 @@ pub(crate) struct World<'a> {
     /// By place: the process that has it now, and what its disk holds.
     places: Vec<Option<ProcessId>>,
     disks: Vec<Option<u64>>,
-    /// Processes that are still to be started.
+    /// Processes that are still to be started, and those that run.
     starts: usize,
+    running: usize,
     joins: BTreeMap<RecordId, ProcessId>,
     /// By process: the step that it is at.
     next_steps: Vec<Option<u64>>,
@@ -155,6 +156,7 @@ impl<'a> World<'a> {
             places: vec![None; places],
             disks: vec![None; places],
             starts: 0,
+            running: 0,
             joins: BTreeMap::new(),
             next_steps: Vec::new(),
             first_steps: BTreeMap::new(),
@@ -184,7 +186,7 @@ impl<'a> World<'a> {
             }
             self.now = at;
             self.happen(event);
-            over = self.starts == 0 && self.processes.iter().all(|process| process.program.is_none());
+            over = self.starts == 0 && self.running == 0;
             if over || self.observer.is_broken() {
                 break;
             }
@@ -225,6 +227,7 @@ impl<'a> World<'a> {
 
     fn start(&mut self, place: u32) {
         self.starts -= 1;
+        self.running += 1;
         let process = ProcessId(self.processes.len() as u32);
         let join = unique_id(self.plan.seed, process, 0);
         let stored = self.disks[place as usize];
@@ -375,7 +378,7 @@ impl<'a> World<'a> {
     /// A process is over. Unless `silent`, its links end.
     fn over(&mut self, process: ProcessId, silent: bool) {
         let state = &mut self.processes[process.index()];
-        state.program = None;
+        self.running -= usize::from(state.program.take().is_some());
         state.memory = Memory::new(process.0);
         state.inbox = Vec::new();
         state.silent = silent;
