@@ -13,7 +13,8 @@
 //! - Every rule is idempotent, so records that come twice, or again after a reconnection, change nothing.
 //!
 //! A log that lost its records (a broker without storage that restarted) is written again: members append a
-//! [`Snapshot`] of what they know, and readers take the one of the highest epoch.
+//! [`Snapshot`] of what they know, and readers take the one of the highest epoch. Who is behind finds records in such a
+//! log, before the snapshot, that are about epochs which it does not know yet: they are kept, and count once it does.
 
 mod record;
 
@@ -33,6 +34,8 @@ pub type RecordId = [u8; 16];
 pub const FIRST_EPOCH: Epoch = Epoch(1);
 /// Most processes that are remembered as gone for good.
 const RETIRED_MAX: usize = 4096;
+/// Most records that are kept because they came before the snapshot that they follow.
+const EARLY_MAX: usize = 1024;
 
 /// One process of the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,6 +110,8 @@ pub struct Log {
     gone: BTreeMap<RecordId, Departure>,
     /// Processes that were members or candidates and never will be again.
     retired: VecDeque<RecordId>,
+    /// Records about epochs or processes that are not known yet, in the order of the log.
+    early: VecDeque<(Rank, RecordId, Body)>,
     applied: u64,
 }
 
@@ -133,6 +138,7 @@ impl Log {
             candidates: Vec::new(),
             gone: BTreeMap::new(),
             retired: VecDeque::new(),
+            early: VecDeque::new(),
             applied: 0,
         }
     }
@@ -206,6 +212,13 @@ impl Log {
 
     /// Applies the record with this id of this rank. Bodies that are not about membership change nothing.
     pub fn apply(&mut self, rank: Rank, id: RecordId, body: &Body) -> Change {
+        if self.is_early(body) {
+            if self.early.len() == EARLY_MAX {
+                self.early.pop_front();
+            }
+            self.early.push_back((rank, id, body.clone()));
+            return Change::None;
+        }
         let change = match body {
             Body::Join { endpoint, .. } => self.join(Member { rank, id, endpoint: endpoint.clone() }),
             Body::Left { author } => self.depart(*author, Departure::Left),
@@ -216,6 +229,21 @@ impl Log {
         };
         self.applied += u64::from(!matches!(change, Change::None | Change::RankTaken | Change::Diverged));
         change
+    }
+
+    /// Whether a record would be understood by who has read what this reader has not: a snapshot that follows.
+    fn is_early(&self, body: &Body) -> bool {
+        match body {
+            Body::Propose { epoch, .. } => epoch.0 > self.view.epoch.0 + 1,
+            Body::Suspect { epoch, .. } => *epoch > self.view.epoch,
+            Body::Left { author } => self.process(*author).is_none() && !self.retired.contains(author),
+            _ => false,
+        }
+    }
+
+    /// The member or candidate with this Join.
+    fn process(&self, id: RecordId) -> Option<&Member> {
+        self.view.member(id).or_else(|| self.candidates.iter().find(|other| other.id == id))
     }
 
     fn join(&mut self, member: Member) -> Change {
@@ -233,10 +261,7 @@ impl Log {
     }
 
     fn depart(&mut self, id: RecordId, departure: Departure) -> Change {
-        let Some(member) = self.view.member(id).or_else(|| self.candidates.iter().find(|other| other.id == id)) else {
-            return Change::None;
-        };
-        let member = member.clone();
+        let Some(member) = self.process(id).cloned() else { return Change::None };
         match self.gone.get(&id) {
             // Who was suspected and says farewell has left.
             Some(Departure::Suspected(_)) if departure == Departure::Left => {}
@@ -330,8 +355,18 @@ impl Log {
         merged.truncate(SNAPSHOT_CANDIDATES_MAX);
         self.candidates = merged;
         self.view = view.clone();
+        let before = core::mem::take(&mut self.gone);
         self.gone = gone.iter().copied().collect();
         self.retired = retired.iter().copied().collect();
+        // Departures that this log has said already, and the snapshot's author had not read.
+        for (id, departure) in before {
+            if self.process(id).is_some() {
+                self.gone.entry(id).or_insert(departure);
+            }
+        }
+        for (rank, id, body) in core::mem::take(&mut self.early) {
+            self.apply(rank, id, &body);
+        }
         Change::View
     }
 }

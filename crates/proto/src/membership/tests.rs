@@ -103,6 +103,32 @@ fn a_restarted_rank_waits_until_its_predecessor_is_gone() {
     assert!(log.candidates().is_empty());
 }
 
+/// Found by simulation: members go on in a log that was lost before one of them has written it again.
+#[test]
+fn who_reads_a_lost_log_from_its_new_start_comes_to_the_view_of_those_who_lived_through_it() {
+    let mut survivor = started(3);
+    let mut newcomer = Log::new(3);
+    let before = survivor.snapshot();
+    let suspicion = suspect(&survivor, 0, 2);
+    let mut gone = survivor.clone();
+    gone.apply(Rank(0), id(40), &suspicion);
+    let (first, second) = (gone.proposal(id(0)), gone.proposal(id(1)));
+    let records = [
+        (2, id(50), join()),
+        (0, id(40), suspicion),
+        (0, id(41), first),
+        (1, id(42), Body::Snapshot(before)),
+        (1, id(43), second),
+    ];
+    for (rank, id, body) in records {
+        survivor.apply(Rank(rank), id, &body);
+        newcomer.apply(Rank(rank), id, &body);
+    }
+    assert_eq!((survivor.view().epoch, survivor.view().id), (Epoch(2), id(41)));
+    assert_eq!(newcomer.view(), survivor.view());
+    assert_eq!(newcomer.snapshot(), survivor.snapshot());
+}
+
 #[test]
 fn a_job_grows_by_who_joins_and_shrinks_by_who_leaves() {
     let mut log = started(2);

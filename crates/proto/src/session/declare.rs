@@ -65,7 +65,7 @@ impl Session {
     /// Whether `peer` has not yet done its part of this round.
     pub(super) fn is_behind(&self, round: &Round, peer: Rank) -> bool {
         let state = &self.peers[peer.index()];
-        state.rounds_ready <= self.rounds && (round.reported || !state.has_manifest())
+        if round.reported { state.rounds_ready <= self.rounds } else { !state.has_manifest() }
     }
 
     pub(super) fn handle_manifest(&mut self, peer: Rank, header: &FrameHeader, body: &[u8]) -> Result<(), Fault> {

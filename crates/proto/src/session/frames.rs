@@ -415,9 +415,10 @@ impl Session {
             state.blamed.insert(rank);
         }
         state.progress_at = now;
-        let gone = state.blamed.iter().map(|rank| Rank(rank as u32)).find(|rank| self.peers[rank.index()].left);
-        if let Some(rank) = gone {
-            self.fail_departed(tensor, rank);
+        // Of itself a rank that left knows. What an owner says of others may be older than their goodbyes, which came
+        // over other links: if it still lacks their part when they are gone, it says so itself.
+        if state.blamed.get(peer.index()) && self.peers[peer.index()].left {
+            self.fail_departed(tensor, peer);
         }
         Ok(())
     }

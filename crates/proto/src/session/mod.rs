@@ -169,6 +169,13 @@ impl Session {
         self.active.len()
     }
 
+    /// How much waits: messages to send, work to do, events to take, and buckets with something to send. In proportion to
+    /// the operations in flight and the number of ranks.
+    #[must_use]
+    pub fn backlog(&self) -> usize {
+        self.outgoing.len() + self.work.len() + self.events.len() + self.queue.len()
+    }
+
     /// The step that the tensor is at: of the operation in flight, or else of the next one.
     #[must_use]
     pub fn step(&self, tensor: TensorId) -> Step {

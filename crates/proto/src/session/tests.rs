@@ -330,6 +330,39 @@ fn a_rank_that_left_fails_those_who_go_on_at_once() {
     }
 }
 
+/// Found by simulation: the word of what an owner lacked and the goodbye of the rank that it lacked it from travel over
+/// different links, so that the older may come last.
+#[test]
+fn a_rank_that_left_after_its_part_was_used_after_all_is_not_blamed() {
+    let mut world = World::new(3, &[declaration("a", 10, Collective::AllReduce)]);
+    world.post_all(1);
+    for session in &mut world.sessions {
+        session.flush(TensorId(0));
+    }
+    // Rank 0 owns it, and has sent what it has of it; rank 1 does not have that yet.
+    for rank in [1, 2, 0] {
+        world.pump(rank);
+    }
+    while world.deliver(0) > 0 {}
+    world.pump(0);
+    let held = core::mem::take(&mut world.links[0][1]);
+    assert!(!held.is_empty());
+    while world.deliver(2) > 0 {}
+    world.pump(2);
+    assert_eq!(world.done[2].len(), 1);
+    world.sessions[2].leave();
+    world.settle();
+    let mut waiting = FrameHeader::new(FrameKind::Waiting, Epoch(1));
+    (waiting.unit_count, waiting.step) = (1, Step(u64::from(u32::MAX)));
+    (waiting.payload_len, waiting.payload_crc) = (1, crate::frame::payload_crc(&[1 << 2]));
+    let now = world.now;
+    world.sessions[1].handle_message(Rank(0), &waiting, &[1 << 2], now).unwrap();
+    world.links[0][1] = held;
+    world.settle();
+    assert_eq!(world.failed, vec![None; 3]);
+    assert_eq!(world.done[1].len(), 1);
+}
+
 #[test]
 fn everybody_leaves_in_good_order() {
     let mut world = World::new(3, &all_kinds());
@@ -501,6 +534,43 @@ fn a_rank_may_begin_the_next_declaration_round_before_others_are_through_with_th
         assert_eq!(session.take_manifests(), vec![vec![2; 10]; 3]);
     }
     assert_eq!(world.failed, vec![None; 3]);
+}
+
+/// Found by simulation: the word that it is prepared came, its declarations did not.
+#[test]
+fn a_rank_whose_declarations_were_lost_is_named() {
+    let mut sessions = [0, 1].map(|rank| {
+        Session::new(SessionConfig {
+            copies: false,
+            rank: Rank(rank),
+            world_size: 2,
+            epoch: Epoch(1),
+            job: JOB,
+            first_step: Step(0),
+            timing: Timing::default(),
+        })
+    });
+    let mut bytes = MessageBytes::new();
+    for session in &mut sessions {
+        session.declare(vec![7; 10], 0, None).unwrap();
+    }
+    let [one, other] = &mut sessions;
+    let send = |from: &mut Session, bytes: &mut MessageBytes| {
+        from.peek_message(bytes).unwrap();
+        from.pop_message();
+        FrameHeader::decode(&bytes[..FRAME_HEADER_BYTES], &JOB).unwrap()
+    };
+    let header = send(one, &mut bytes);
+    other.handle_message(Rank(0), &header, &bytes[FRAME_HEADER_BYTES..], 0).unwrap();
+    send(other, &mut bytes);
+    other.take_manifests();
+    other.lay_out(&[]);
+    other.prepare(&[Location::default(); 2]);
+    let header = send(other, &mut bytes);
+    one.handle_message(Rank(1), &header, &[], 0).unwrap();
+    one.handle_timeout(60_000 * MS);
+    let fault = one.fault().unwrap();
+    assert_eq!((fault.kind, fault.rank), (FaultKind::NotOffered, Some(Rank(1))), "{fault}");
 }
 
 #[test]

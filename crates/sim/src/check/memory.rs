@@ -1,0 +1,68 @@
+//! Invariant 7: memory is in proportion to what is in flight, and never grows with time.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::{Checker, Verdict};
+use crate::event::Nanos;
+use crate::plan::Plan;
+use crate::report::{ProcessId, Report};
+use crate::world::Ending;
+
+#[derive(Debug)]
+pub(super) struct BoundedMemory {
+    plan: Rc<Plan>,
+    /// By process, its rank and the number of members: what is registered.
+    registered: BTreeMap<(ProcessId, u32, usize), usize>,
+    started: usize,
+}
+
+impl BoundedMemory {
+    pub(super) fn new(plan: &Rc<Plan>) -> Self {
+        Self { plan: plan.clone(), registered: BTreeMap::new(), started: 0 }
+    }
+}
+
+impl Checker for BoundedMemory {
+    fn invariant(&self) -> &'static str {
+        "7 bounded memory"
+    }
+
+    fn observe(&mut self, _now: Nanos, process: ProcessId, report: &Report) -> Verdict {
+        let (rank, members, queued, regions, bytes, remembered) = match report {
+            Report::Started { .. } => {
+                self.started += 1;
+                return Ok(());
+            }
+            Report::Load { rank, members, queued, regions, bytes, remembered } => {
+                (*rank, *members, *queued, *regions, *bytes, *remembered)
+            }
+            _ => return Ok(()),
+        };
+        // The same rank among as many members needs the same memory, in every epoch and step.
+        let known = *self.registered.entry((process, rank, members)).or_insert(bytes);
+        if known != bytes {
+            return Err(format!("p{} has {bytes} bytes registered, and had {known} with as many members", process.0));
+        }
+        let tensors = self.plan.tensors.len();
+        // Of each tensor input and output; staging of contributions and results; of each peer where its contributions
+        // land, and their copies.
+        let regions_max = 2 * tensors + 2 + 2 * (members - 1);
+        if regions > regions_max {
+            return Err(format!("p{} has {regions} regions, and {regions_max} are enough", process.0));
+        }
+        let queued_max = 64 + 8 * tensors * members + 8 * members + self.plan.steps as usize;
+        if queued > queued_max {
+            return Err(format!("{queued} things wait in p{}, and {queued_max} are enough", process.0));
+        }
+        let remembered_max = 16 + 4 * self.started.max(self.plan.ranks as usize);
+        if remembered > remembered_max {
+            return Err(format!("p{} remembers {remembered} processes and records", process.0));
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _ending: &Ending) -> Verdict {
+        Ok(())
+    }
+}

@@ -1,0 +1,333 @@
+//! One rank at the control log: `gradwire_proto::membership::Log` decides, as it does in the product; when to speak is
+//! decided here, by the same rules as in `crates/control/src/rendezvous.rs`.
+//!
+//! Left out, because it is not about members: MACs, other jobs of the same name, and stored snapshots (readers begin
+//! with the log's start).
+
+use std::collections::{BTreeSet, VecDeque};
+use std::rc::Rc;
+
+use gradwire_proto::member::Endpoint;
+use gradwire_proto::membership::{Body, Change, Departure, Log, RecordId, View};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
+
+use crate::broker::{self, Record, Topic};
+use crate::event::{MS, Nanos, SECOND};
+use crate::plan::Members;
+use crate::process::{Context, Identity, Out};
+
+const PROPOSE_GRACE: Nanos = 300 * MS;
+const GROW_GRACE: Nanos = 100 * MS;
+const PROPOSE_AGAIN: Nanos = SECOND;
+const RESTATE_GRACE: Nanos = 50 * MS;
+const GRACE_MAX: Nanos = 10 * SECOND;
+const PROTOCOL: u16 = gradwire_proto::frame::PROTOCOL_VERSION as u16;
+
+/// What a rank learns from the log.
+#[derive(Clone, Debug)]
+pub(super) enum News {
+    /// It is a member of this view.
+    View(View),
+    /// Others go on without it, or the job is over.
+    Fault(Fault),
+    /// A rank said that the job failed.
+    Failed(Fault),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Joining,
+    Member,
+    Over,
+}
+
+/// The log as it is read again after a reconnection.
+#[derive(Debug)]
+struct Reread {
+    log: Log,
+    due: Option<Nanos>,
+}
+
+/// A record without a receipt.
+#[derive(Debug)]
+struct Pending {
+    id: RecordId,
+    body: Body,
+    token: Option<u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Control {
+    me: Identity,
+    elastic: bool,
+    deadline: Nanos,
+    state: State,
+    log: Log,
+    reread: Option<Reread>,
+    complete_at: Option<Nanos>,
+    change_due_at: Option<Nanos>,
+    proposed: bool,
+    seen: BTreeSet<RecordId>,
+    pending: VecDeque<Pending>,
+    linked: bool,
+    tokens: u64,
+    news: VecDeque<News>,
+}
+
+impl Control {
+    pub(super) fn new(me: Identity, now: Nanos) -> Self {
+        let ranks = me.plan.ranks;
+        Self {
+            elastic: me.plan.members == Members::Elastic,
+            deadline: now + me.plan.deadline_ns(),
+            me,
+            state: State::Joining,
+            log: Log::new(ranks),
+            reread: None,
+            complete_at: None,
+            change_due_at: None,
+            proposed: false,
+            seen: BTreeSet::new(),
+            pending: VecDeque::new(),
+            linked: false,
+            tokens: 0,
+            news: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn view(&self) -> &View {
+        self.log.view()
+    }
+
+    pub(super) fn poll_news(&mut self) -> Option<News> {
+        self.news.pop_front()
+    }
+
+    /// How much it remembers: candidates, the gone and the retired, and what has no receipt.
+    pub(super) fn remembered(&self) -> usize {
+        let snapshot = self.log.snapshot();
+        snapshot.candidates.len() + snapshot.gone.len() + snapshot.retired.len() + self.pending.len()
+    }
+
+    pub(super) fn is_said(&self) -> bool {
+        self.pending.is_empty()
+    }
+
+    pub(super) fn link_opened(&mut self) {
+        self.linked = true;
+        for pending in &mut self.pending {
+            pending.token = None;
+        }
+        self.pending.retain(|pending| !matches!(pending.body, Body::Join { .. } | Body::Propose { .. }));
+        let endpoint = Endpoint { hostname: format!("p{}", self.me.process.0), ..Endpoint::default() };
+        let body = Body::Join { world_size: self.me.plan.ranks, protocol: PROTOCOL, endpoint };
+        self.pending.push_front(Pending { id: self.me.join, body, token: None });
+        self.proposed = false;
+        if self.state == State::Member {
+            self.reread = Some(Reread { log: Log::new(self.me.plan.ranks), due: None });
+        }
+    }
+
+    pub(super) fn link_lost(&mut self) {
+        self.linked = false;
+    }
+
+    pub(super) fn receipt(&mut self, token: u64) {
+        self.pending.retain(|pending| pending.token != Some(token));
+    }
+
+    fn say(&mut self, context: &mut Context<'_>, body: Body) {
+        let id = context.unique();
+        self.pending.push_back(Pending { id, body, token: None });
+    }
+
+    /// The job failed, for a reason that all have to know.
+    pub(super) fn failed(&mut self, context: &mut Context<'_>, fault: &Fault) {
+        self.say(context, Body::Failed { author: self.me.join, fault: fault.clone() });
+    }
+
+    pub(super) fn leave(&mut self, context: &mut Context<'_>) {
+        self.say(context, Body::Left { author: self.me.join });
+        self.state = State::Over;
+    }
+
+    /// Another member is not counted on any more.
+    pub(super) fn suspect(&mut self, context: &mut Context<'_>, member: RecordId, reason: &str) {
+        let epoch = self.log.view().epoch;
+        self.say(context, Body::Suspect { author: self.me.join, epoch, member, reason: reason.to_owned() });
+    }
+
+    /// Hands what has to be said to the broker.
+    pub(super) fn flush(&mut self, context: &mut Context<'_>) {
+        if !self.linked {
+            return;
+        }
+        for pending in self.pending.iter_mut().filter(|pending| pending.token.is_none()) {
+            self.tokens += 1;
+            pending.token = Some(self.tokens);
+            let body = broker::Body::Bytes(pending.body.kind(), Rc::from(pending.body.encode()));
+            let record = Record { id: pending.id, rank: self.me.place, key: 0, body };
+            context.out.push(Out::Append { topic: Topic::Control, token: self.tokens, record });
+        }
+    }
+
+    pub(super) fn record(&mut self, now: Nanos, record: &Record) {
+        let broker::Body::Bytes(kind, bytes) = &record.body else { return };
+        let Ok(Some(body)) = Body::decode(*kind, bytes) else { return };
+        let (rank, id) = (Rank(record.rank), record.id);
+        let live_index = self.live_index();
+        if let Some(reread) = &mut self.reread {
+            reread.log.apply(rank, id, &body);
+            if id == self.me.join {
+                reread.due = Some(now + grace(RESTATE_GRACE, live_index));
+            }
+        }
+        if !self.seen.insert(id) {
+            return;
+        }
+        match &body {
+            Body::Failed { author, fault } if *author != self.me.join => self.handle_failed(rank, *author, fault),
+            _ => {
+                let change = self.log.apply(rank, id, &body);
+                self.handle_change(now, change);
+            }
+        }
+        self.weigh_change(now);
+    }
+
+    fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: &Fault) {
+        let view = self.log.view();
+        let has_say = if view.epoch == Epoch(0) {
+            true
+        } else if self.elastic {
+            self.log.live().any(|member| member.id == author)
+        } else {
+            view.member(author).is_some()
+        };
+        if has_say {
+            let fault = if fault.reporter.is_none() { fault.clone().reported_by(rank) } else { fault.clone() };
+            self.news.push_back(if self.state == State::Joining { News::Fault(fault) } else { News::Failed(fault) });
+        }
+    }
+
+    fn handle_change(&mut self, now: Nanos, change: Change) {
+        let undecided = self.state == State::Joining && self.log.view().epoch == Epoch(0);
+        match change {
+            Change::View => self.handle_view(),
+            Change::RankTaken if undecided => self.over(FaultKind::WorldMismatch, "two processes joined as one rank"),
+            Change::Candidate if undecided && self.log.candidates().len() == self.me.plan.ranks as usize => {
+                self.complete_at.get_or_insert(now);
+            }
+            Change::Gone(member, Departure::Left) if undecided && member.id != self.me.join => {
+                self.over(FaultKind::RankLeft, "a rank left before the job had started");
+            }
+            Change::Gone(member, _) if member.id == self.me.join && self.state == State::Joining => {
+                self.over(FaultKind::Removed, "others do not count on this process any more");
+            }
+            Change::Diverged if self.state == State::Member => {
+                self.over(FaultKind::Diverged, "the log was lost, and ranks had gone on with different members");
+            }
+            _ => {}
+        }
+    }
+
+    fn handle_view(&mut self) {
+        let view = self.log.view();
+        let member = view.member(self.me.join).is_some();
+        self.change_due_at = None;
+        match self.state {
+            State::Joining | State::Member if member => {
+                self.state = State::Member;
+                self.news.push_back(News::View(view.clone()));
+            }
+            State::Joining if self.log.is_gone(self.me.join) => {
+                self.over(FaultKind::Removed, "others do not count on this process any more");
+            }
+            State::Joining if !self.elastic => {
+                self.over(FaultKind::WorldMismatch, "the job has started with another process as this rank");
+            }
+            State::Member => self.over(FaultKind::Removed, "others went on without this rank"),
+            State::Joining | State::Over => {}
+        }
+    }
+
+    fn over(&mut self, kind: FaultKind, detail: &str) {
+        if self.state != State::Over {
+            self.state = State::Over;
+            self.news.push_back(News::Fault(Fault::new(kind, detail).at(Rank(self.me.place))));
+        }
+    }
+
+    fn weigh_change(&mut self, now: Nanos) {
+        if !self.elastic || self.state != State::Member || self.log.is_gone(self.me.join) || !self.log.is_change_due() {
+            self.change_due_at = None;
+            return;
+        }
+        let next = self.log.next_members();
+        let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
+        let due = if only_grows { now + GROW_GRACE } else { now };
+        let earlier = self.change_due_at.unwrap_or(due);
+        self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
+    }
+
+    pub(super) fn poll_timeout(&self) -> Option<Nanos> {
+        let joining = self.state == State::Joining;
+        let while_joining = [Some(self.deadline), self.first_propose_at()].into_iter().flatten().filter(|_| joining);
+        let later = [self.next_propose_at(), self.reread.as_ref().and_then(|reread| reread.due)];
+        while_joining.chain(later.into_iter().flatten()).min()
+    }
+
+    pub(super) fn handle_timeout(&mut self, context: &mut Context<'_>) {
+        let now = context.now;
+        if self.reread.as_ref().and_then(|reread| reread.due).is_some_and(|due| due <= now) {
+            self.restate(context);
+        }
+        if self.next_propose_at().is_some_and(|at| at <= now) {
+            let proposal = self.log.proposal(self.me.join);
+            self.say(context, proposal);
+            self.change_due_at = Some(now + PROPOSE_AGAIN);
+        }
+        if self.state != State::Joining {
+            return;
+        }
+        if now >= self.deadline {
+            self.over(FaultKind::DeadlineExceeded, "joining did not end before the deadline");
+        } else if self.first_propose_at().is_some_and(|at| at <= now) {
+            self.proposed = true;
+            let proposal = self.log.proposal(self.me.join);
+            self.say(context, proposal);
+        }
+    }
+
+    /// The log that was read again lacks our view: it was lost, and is written again as a whole.
+    fn restate(&mut self, context: &mut Context<'_>) {
+        let Some(reread) = self.reread.take() else { return };
+        let (theirs, ours) = (reread.log.view(), self.log.view());
+        // The product looks at the epochs alone. Then a newcomer that read the Joins which all say again when they are
+        // back, and began the job anew with them, stays in an epoch 1 of its own: simulation found that.
+        if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
+            let snapshot = self.log.snapshot();
+            self.say(context, Body::Snapshot(snapshot));
+        }
+    }
+
+    fn first_propose_at(&self) -> Option<Nanos> {
+        let undecided = self.state == State::Joining && self.log.view().epoch == Epoch(0);
+        if self.proposed || !undecided {
+            return None;
+        }
+        Some(self.complete_at? + grace(PROPOSE_GRACE, self.me.place))
+    }
+
+    fn next_propose_at(&self) -> Option<Nanos> {
+        Some(self.change_due_at? + grace(PROPOSE_GRACE, self.live_index()))
+    }
+
+    fn live_index(&self) -> u32 {
+        self.log.live().take_while(|member| member.id != self.me.join).count() as u32
+    }
+}
+
+fn grace(each: Nanos, index: u32) -> Nanos {
+    (each * u64::from(index)).min(GRACE_MAX)
+}

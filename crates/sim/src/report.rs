@@ -1,0 +1,99 @@
+//! What processes say of themselves. Checkers see this and nothing else.
+
+use std::rc::Rc;
+
+use gradwire_proto::frame::FrameHeader;
+use gradwire_proto::membership::RecordId;
+use gradwire_proto::rounds::ContributionId;
+use gradwire_proto::{Epoch, Fault, Step};
+
+use crate::event::Nanos;
+
+/// A process: counted from 0 over the whole run, so that one that is started again is another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ProcessId(pub(crate) u32);
+
+impl ProcessId {
+    pub(crate) const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Which result: of which members, in which step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Version {
+    pub(crate) epoch: Epoch,
+    /// The proposal that began the epoch: tells two epochs with one number apart.
+    pub(crate) view: RecordId,
+    pub(crate) step: Step,
+}
+
+/// What an owner puts on record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CommitRecord {
+    /// The same when it is written again.
+    pub(crate) id: RecordId,
+    pub(crate) version: Version,
+    /// The place of the rank that wrote it.
+    pub(crate) owner: u32,
+    /// Unit and CRC-32.
+    pub(crate) crcs: Vec<(u32, u32)>,
+}
+
+/// A contribution of the federated mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Part {
+    pub(crate) contributor: u32,
+    pub(crate) origin: u64,
+    pub(crate) attempt: ContributionId,
+}
+
+/// What happened at a process.
+#[derive(Clone, Debug)]
+pub(crate) enum Report {
+    /// It was started.
+    Started { place: u32 },
+    /// It ended without being asked.
+    Died,
+    /// It stands still from now on.
+    Stopped,
+    /// It goes on.
+    Resumed,
+    /// It goes by a new view from now on.
+    View { epoch: Epoch, id: RecordId, members: Rc<[(u32, RecordId)]> },
+    /// It handed an operation over, which has to end by then.
+    Posted { version: Version, tensor: usize, by: Nanos },
+    /// The operation ended well. `bytes`: what of the tensor this rank now has.
+    Completed {
+        version: Version,
+        tensor: usize,
+        contributors: Rc<[ProcessId]>,
+        rank: u32,
+        bytes: Rc<[u8]>,
+        nonfinite: bool,
+    },
+    /// The operation ended with a fault.
+    Failed { tensor: usize, fault: Fault },
+    /// The step is over: every operation of it ended well.
+    StepDone { version: Version },
+    /// A buffer that was given back is used again, and still is what it was or not.
+    Held { tensor: usize, intact: bool },
+    /// Data of a peer was counted, or placed. `crc` is of the bytes that were used; the step is the one that this rank
+    /// is at.
+    Applied { from: ProcessId, header: FrameHeader, crc: u32, epoch: Epoch, step: Step },
+    /// A record of a commit got its receipt.
+    Committed(Rc<CommitRecord>),
+    /// How much it holds as this rank of so many: what waits to be sent, told or done, registered memory, and what it
+    /// remembers of processes and records.
+    Load { rank: u32, members: usize, queued: usize, regions: usize, bytes: usize, remembered: usize },
+    /// The process ended by itself.
+    Ended(Result<(), Fault>),
+    /// A contributor began to wait for a round's result, which has to come by then.
+    RoundPosted { round: u64, by: Nanos },
+    /// What is added up in this round, as this process knows it.
+    RoundClosed { round: u64, parts: Rc<[Part]> },
+    /// A contributor has a round's result.
+    RoundCompleted { round: u64, bytes: Rc<[u8]> },
+    /// A contributor gave up on a round.
+    RoundFailed { round: u64, fault: Fault },
+}
