@@ -14,7 +14,7 @@ use std::rc::Rc;
 use gradwire_proto::frame::{FrameHeader, JobTag, Location};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::membership::{RecordId, View};
-use gradwire_proto::session::{Event, MessageBytes, Session, SessionConfig, Timing};
+use gradwire_proto::session::{Event, MessageBytes, Recovery, Session, SessionConfig, Timing};
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, Step, TensorId};
 
 use super::regions::Regions;
@@ -90,6 +90,7 @@ impl Exchange {
         let config = SessionConfig {
             rank,
             world_size: world as u32,
+            recovery: Recovery::Fail,
             epoch: view.epoch,
             job: JOB,
             first_step,
@@ -352,6 +353,13 @@ impl Exchange {
                 }
                 Event::Farewell => self.farewell = true,
                 Event::Spoilt { .. } => {}
+                // With [`Recovery::Fail`] members do not change.
+                Event::Lost { .. }
+                | Event::Entered
+                | Event::Synced
+                | Event::Again { .. }
+                | Event::Aborted(_)
+                | Event::Committed { .. } => unreachable!("members do not change: {event:?}"),
             }
         }
         moved

@@ -41,7 +41,7 @@ impl Exchange {
     /// Allocates what the agreed declarations need.
     pub(super) fn lay_out(&mut self, context: &mut Context<'_>) {
         let (layout, me) = (self.session.plan(), self.session.config().rank);
-        let world = layout.world_size as usize;
+        let world = layout.ranks();
         let (mut staged, mut landing) = (0, vec![0; world]);
         for bucket in &layout.buckets {
             let landing_at = landing.clone();
