@@ -46,6 +46,10 @@ impl Plan {
         for _ in 0..tensors {
             plan.tensors.push(tensor(&mut random, ranks, federated));
         }
+        if let (Some(federated), Some(model)) = (&mut plan.federated, plan.tensors.first()) {
+            // So many shards that they go their own ways, and not so many that they do nothing else.
+            federated.shard_elements = federated.shard_elements.max(model.elements.div_ceil(40) as u32);
+        }
         match random.below(8) {
             0 => {}
             1..3 => plan.add_faults(&mut random, true),
