@@ -456,10 +456,12 @@ impl Rendezvous {
         self.appends.push_back(Append { id: None, body });
     }
 
-    /// The log that was read again lacks our view: it was lost, and is written again as a whole.
+    /// The log that was read again lacks our view, or has another of this epoch: it was lost, and is written again as a
+    /// whole.
     fn restate(&mut self) {
         let Some(reread) = self.reread.take() else { return };
-        if reread.log.view().epoch < self.log.view().epoch {
+        let (theirs, ours) = (reread.log.view(), self.log.view());
+        if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
             self.append(Body::Snapshot(self.log.snapshot()));
         }
     }

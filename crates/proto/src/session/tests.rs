@@ -542,6 +542,7 @@ fn a_rank_whose_declarations_were_lost_is_named() {
     let mut sessions = [0, 1].map(|rank| {
         Session::new(SessionConfig {
             copies: false,
+            recovery: Recovery::Fail,
             rank: Rank(rank),
             world_size: 2,
             epoch: Epoch(1),
