@@ -119,6 +119,29 @@ async fn messages_and_their_ids_are_there_after_a_stop_and_after_a_crash() {
 }
 
 #[tokio::test]
+async fn topics_with_the_longest_names_stay_apart_and_longer_ones_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let longest = "x".repeat(512 - "persistent://public/default/".len() - 1);
+    let names = ["a", "b"].map(|end| format!("{longest}{end}"));
+    let broker = start(&directory);
+    let once = pulsar::OperationRetryOptions { max_retries: Some(0), ..Default::default() };
+    let client_1 =
+        Pulsar::builder(broker.url(), TokioExecutor).with_operation_retry_options(once).build().await.unwrap();
+    for name in &names {
+        send(&mut producer(&client_1, name).await, &name[longest.len()..]).await;
+        let refused = client_1.producer().with_topic(format!("{name}c")).build().await;
+        assert!(refused.is_err());
+    }
+    broker.stop();
+    let broker = start(&directory);
+    let client_2 = client(&broker).await;
+    for name in &names {
+        let found = everything(&client_2, name).await;
+        assert_eq!(found.into_iter().map(|(_, text)| text).collect::<Vec<_>>(), [&name[longest.len()..]]);
+    }
+}
+
+#[tokio::test]
 async fn nobody_sees_a_message_that_a_crash_would_take_back() {
     let directory = tempfile::tempdir().unwrap();
     let broker = start(&directory);

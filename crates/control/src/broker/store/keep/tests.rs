@@ -279,6 +279,24 @@ proptest! {
 }
 
 #[test]
+fn a_name_that_is_there_twice_is_damage() {
+    let directory = tempfile::tempdir().unwrap();
+    let (mut storage, _) = open(&directory);
+    let mut ops = Ops::default();
+    for topic in 0..2 {
+        let name = TOPICS[0].to_owned();
+        ops.put_head(topic, &Head { name, ledger: 5 + topic, next: 0, entries: 0, epoch: None });
+    }
+    storage.append(&ops).unwrap();
+    drop(storage);
+    let (_storage, loaded) = Storage::open(directory.path()).unwrap();
+    let fault = Store::restore(config(), 1, loaded, directory.path(), Arc::default()).unwrap_err();
+    for part in ["damaged", TOPICS[0], "twice", directory.path().to_str().unwrap()] {
+        assert!(fault.detail.contains(part), "{fault}");
+    }
+}
+
+#[test]
 fn a_refused_group_refuses_what_came_meanwhile_too() {
     let mut run = Run::new();
     let publish = |run: &mut Run| run.store.append(TOPICS[0], &message(0, 0), 0).unwrap().entry_id;
