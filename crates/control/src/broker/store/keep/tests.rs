@@ -261,7 +261,7 @@ impl Run {
 }
 
 fn open(directory: &TempDir) -> (Storage, Store) {
-    let (storage, loaded) = Storage::open(directory.path()).unwrap();
+    let (storage, loaded) = Storage::open(directory.path(), false).unwrap();
     let store = Store::restore(config(), 1, loaded, directory.path(), Arc::default()).unwrap();
     (storage, store)
 }
@@ -289,7 +289,7 @@ fn a_name_that_is_there_twice_is_damage() {
     }
     storage.append(&ops).unwrap();
     drop(storage);
-    let (_storage, loaded) = Storage::open(directory.path()).unwrap();
+    let (_storage, loaded) = Storage::open(directory.path(), false).unwrap();
     let fault = Store::restore(config(), 1, loaded, directory.path(), Arc::default()).unwrap_err();
     for part in ["damaged", TOPICS[0], "twice", directory.path().to_str().unwrap()] {
         assert!(fault.detail.contains(part), "{fault}");
