@@ -96,9 +96,7 @@ impl Plan {
 
     /// Ends the broker, as if it had died.
     pub fn stop_broker(&mut self) {
-        if let Some(broker) = self.broker.take() {
-            broker.stop();
-        }
+        drop(self.broker.take());
     }
 
     /// The command of one rank.

@@ -94,8 +94,7 @@ fn serve(args: &BrokerArgs) -> Result<(), String> {
     told.map_err(|error| format!("cannot print the URL: {error}"))?;
     tell(args);
     let _ = signals.forever().next();
-    broker.stop();
-    Ok(())
+    broker.stop().map_err(|fault| fault.to_string())
 }
 
 fn config(args: &BrokerArgs) -> Result<BrokerConfig, String> {

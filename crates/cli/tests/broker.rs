@@ -223,6 +223,20 @@ async fn a_full_disk_refuses_messages_and_loses_none() {
 }
 
 #[test]
+fn a_stop_without_the_directory_is_no_success() {
+    let parent = tempfile::tempdir().unwrap();
+    let directory = parent.path().join("data");
+    let mut broker = Broker::start_in(&directory, &[]);
+    fs::remove_dir_all(&directory).unwrap();
+    kill(broker.child.id().cast_signed(), Signal::TERM);
+    let status = await_condition("the broker ends", || broker.child.try_wait().unwrap());
+    let mut said = String::new();
+    broker.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert!(said.contains("cannot write") && said.contains(directory.to_str().unwrap()), "{said}");
+}
+
+#[test]
 fn a_directory_that_cannot_be_used_is_refused() {
     let parent = tempfile::tempdir().unwrap();
     let directory = parent.path().join("data");

@@ -30,7 +30,7 @@ fn main() -> Outcome<()> {
         let broker = EmbeddedBroker::start(config)?;
         let (median, p99) = runtime.block_on(latency(broker.url()))?;
         let (together, shared_median) = runtime.block_on(many(broker.url()))?;
-        broker.stop();
+        broker.stop()?;
         results.push(format!(
             "\"{name}\":{{\"receipt_us_median\":{:.0},\"receipt_us_p99\":{:.0},\"producers\":{PRODUCERS},\
              \"together_per_s\":{together:.0},\"together_us_median\":{:.0}}}",
@@ -134,12 +134,12 @@ fn start(runtime: &tokio::runtime::Runtime, parent: &Path) -> Outcome<(Took, Too
         let entry = entry?;
         std::fs::copy(entry.path(), crashed.join(entry.file_name()))?;
     }
-    broker.stop();
+    broker.stop()?;
     let timed = |directory: &Path| {
         let (start, cpu) = (Instant::now(), cpu_time()?);
         let broker = EmbeddedBroker::start(config(Some(directory.to_owned()), false))?;
         let took = (start.elapsed(), cpu_time()? - cpu);
-        broker.stop();
+        broker.stop()?;
         std::fs::remove_dir_all(directory)?;
         Outcome::Ok(took)
     };

@@ -195,7 +195,7 @@ fn what_the_broker_does_not_know_is_answered_with_an_error() {
 fn stopping_ends_every_link_promptly() {
     let broker = embedded_broker();
     let mut links: Vec<_> = (0..20).map(|_| Raw::connected(&broker)).collect();
-    broker.stop();
+    broker.stop().unwrap();
     for link in &mut links {
         assert!(link.hear().is_none());
     }

@@ -104,7 +104,7 @@ async fn messages_and_their_ids_are_there_after_a_stop_and_after_a_crash() {
             assert_eq!(everything(&client(&other).await, "t").await, sent);
         }
     }
-    broker.stop();
+    broker.stop().unwrap();
     for round in 0..2 {
         let broker = start(&directory);
         let client = client(&broker).await;
@@ -115,6 +115,29 @@ async fn messages_and_their_ids_are_there_after_a_stop_and_after_a_crash() {
         // A new topic's ids are above all that were there.
         let other = send(&mut producer(&client, &format!("other-{round}")).await, "x").await;
         assert!(other.ledger_id > sent[0].0.ledger_id);
+    }
+}
+
+#[tokio::test]
+async fn topics_with_the_longest_names_stay_apart_and_longer_ones_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let longest = "x".repeat(512 - "persistent://public/default/".len() - 1);
+    let names = ["a", "b"].map(|end| format!("{longest}{end}"));
+    let broker = start(&directory);
+    let once = pulsar::OperationRetryOptions { max_retries: Some(0), ..Default::default() };
+    let client_1 =
+        Pulsar::builder(broker.url(), TokioExecutor).with_operation_retry_options(once).build().await.unwrap();
+    for name in &names {
+        send(&mut producer(&client_1, name).await, &name[longest.len()..]).await;
+        let refused = client_1.producer().with_topic(format!("{name}c")).build().await;
+        assert!(refused.is_err());
+    }
+    broker.stop().unwrap();
+    let broker = start(&directory);
+    let client_2 = client(&broker).await;
+    for name in &names {
+        let found = everything(&client_2, name).await;
+        assert_eq!(found.into_iter().map(|(_, text)| text).collect::<Vec<_>>(), [&name[longest.len()..]]);
     }
 }
 
@@ -169,7 +192,7 @@ async fn acknowledgements_are_there_after_a_restart() {
         let other = start(&copy);
         (backlogs(&other) == expected).then_some(())
     });
-    broker.stop();
+    broker.stop().unwrap();
     let broker = start(&directory);
     assert_eq!(backlogs(&broker), expected);
     let client_2 = client(&broker).await;
@@ -181,7 +204,7 @@ async fn acknowledgements_are_there_after_a_restart() {
     let mut untouched = consumer(&client_2, "t", "untouched", SubType::Failover).await;
     untouched.unsubscribe().await.unwrap();
     eventually("the end", || (backlogs(&broker).len() == 2).then_some(()));
-    broker.stop();
+    broker.stop().unwrap();
     assert_eq!(backlogs(&start(&directory)).len(), 2);
 }
 
@@ -207,7 +230,7 @@ async fn schemas_are_there_after_a_restart_and_empty_or_volatile_topics_are_not(
     let client_1 = client(&broker).await;
     send(&mut producer(&client_1, "non-persistent://public/default/volatile").await, "x").await;
     drop(producer(&client_1, "empty").await);
-    broker.stop();
+    broker.stop().unwrap();
     let broker = start(&directory);
     let client_2 = client(&broker).await;
     let topics = client_2.get_topics_of_namespace("public/default".to_owned(), Mode::All).await.unwrap();
@@ -243,7 +266,7 @@ async fn what_was_dropped_or_compacted_does_not_come_back() {
     };
     let (before, last) = (held(&broker), everything(&client_1, "t-latest").await);
     assert!(before.iter().all(|(_, entries, bytes)| *entries < 1500 && *bytes <= 1 << 20), "{before:?}");
-    broker.stop();
+    broker.stop().unwrap();
     let broker = EmbeddedBroker::start(config).unwrap();
     assert_eq!(held(&broker), before);
     assert_eq!(everything(&client(&broker).await, "t-latest").await, last);
@@ -269,7 +292,7 @@ async fn the_limits_hold_with_a_data_directory() {
     };
     let sent = fill(&broker).await;
     assert!((50..100).contains(&sent), "{sent}");
-    broker.stop();
+    broker.stop().unwrap();
     let broker = EmbeddedBroker::start(config).unwrap();
     assert_eq!(fill(&broker).await, 0);
     assert_eq!(broker.stats().topics[0].entries, sent);
@@ -297,6 +320,46 @@ async fn synced_messages_are_there_and_many_producers_share_their_syncs() {
     assert_eq!(entries, [20; 10]);
 }
 
+#[tokio::test]
+async fn without_its_directory_it_refuses_messages_and_a_stop_says_so() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("data");
+    type Lose = fn(&Path) -> std::io::Result<()>;
+    let ways: [Lose; 3] = [
+        |path| fs::remove_dir_all(path),
+        |path| fs::rename(path, path.with_extension("elsewhere")),
+        |path| fs::remove_file(path.join("topics.redb")),
+    ];
+    for lose in ways {
+        let broker = EmbeddedBroker::start(config(&path)).unwrap();
+        let once = pulsar::OperationRetryOptions { max_retries: Some(0), ..Default::default() };
+        let client = Pulsar::builder(broker.url(), TokioExecutor).with_operation_retry_options(once).build();
+        let client = client.await.unwrap();
+        let mut producer = producer(&client, "t").await;
+        send(&mut producer, "kept").await;
+        lose(&path).unwrap();
+        let mut refused = false;
+        for _ in 0..300 {
+            let sent = producer.send_non_blocking("lost").await.unwrap();
+            refused = !matches!(timeout(std::time::Duration::from_millis(500), sent).await, Ok(Ok(_)));
+            if refused {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+        assert!(refused, "it goes on giving receipts");
+        let fault = broker.stop().unwrap_err();
+        assert_eq!(fault.kind, FaultKind::System);
+        assert!(fault.detail.contains(path.to_str().unwrap()), "{fault}");
+        let _ = fs::remove_dir_all(&path);
+        let _ = fs::remove_dir_all(path.with_extension("elsewhere"));
+    }
+    // When nothing was to be written, too.
+    let broker = EmbeddedBroker::start(config(&path)).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    assert!(broker.stop().unwrap_err().detail.contains(path.to_str().unwrap()));
+}
+
 #[test]
 fn one_directory_serves_one_broker() {
     let directory = tempfile::tempdir().unwrap();
@@ -304,7 +367,7 @@ fn one_directory_serves_one_broker() {
     let fault = EmbeddedBroker::start(config(directory.path())).expect_err("in use");
     assert_eq!(fault.kind, FaultKind::InvalidArgument);
     assert!(fault.detail.contains("in use") && fault.detail.contains(directory.path().to_str().unwrap()), "{fault}");
-    broker.stop();
+    broker.stop().unwrap();
     start(&directory);
 }
 
@@ -312,7 +375,7 @@ fn one_directory_serves_one_broker() {
 fn a_message_that_is_no_message_is_damage() {
     // A directory whose rows are whole, but were not written by a broker.
     let directory = tempfile::tempdir().unwrap();
-    start(&directory).stop();
+    start(&directory).stop().unwrap();
     let table = redb::Database::open(directory.path().join("topics.redb")).unwrap();
     let transaction = table.begin_write().unwrap();
     {

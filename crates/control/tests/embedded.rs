@@ -47,7 +47,7 @@ async fn a_port_in_use_is_named() {
     assert_eq!(fault.kind, FaultKind::AddressInUse);
     assert!(fault.detail.contains(&broker.address().to_string()), "{fault}");
     let address = broker.address();
-    broker.stop();
+    broker.stop().unwrap();
     // The port is free again at once.
     EmbeddedBroker::start(BrokerConfig::new(address)).expect("free");
 }

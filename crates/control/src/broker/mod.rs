@@ -68,7 +68,7 @@ pub struct EmbeddedBroker {
     address: SocketAddr,
     url: String,
     stop: watch::Sender<bool>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<Result<(), Fault>>>,
 }
 
 impl EmbeddedBroker {
@@ -121,21 +121,26 @@ impl EmbeddedBroker {
 
     /// Stops the broker and closes every link. What its topics held is gone, unless they are kept in a data directory.
     /// Ends within about a second.
-    pub fn stop(mut self) {
-        self.end();
+    ///
+    /// # Errors
+    /// [`FaultKind::System`] when the data directory could not be brought up to date; the fault names it. It ended all
+    /// the same. What got a receipt is in the directory's journal, if that is still there.
+    pub fn stop(mut self) -> Result<(), Fault> {
+        self.end()
     }
 
-    fn end(&mut self) {
+    fn end(&mut self) -> Result<(), Fault> {
         let _ = self.stop.send(true);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        thread.join().unwrap_or_else(|_| Err(system("the embedded broker's thread ended by itself".to_owned())))
     }
 }
 
 impl Drop for EmbeddedBroker {
     fn drop(&mut self) {
-        self.end();
+        if let Err(fault) = self.end() {
+            tracing::error!(%fault, "the embedded broker did not stop well");
+        }
     }
 }
 
@@ -155,7 +160,7 @@ impl Broker {
     /// The broker, and its data directory if it has one.
     fn new(config: BrokerConfig) -> Result<(Self, Option<Storage>), Fault> {
         let tls = config.tls.as_ref();
-        let opened = config.data_dir.as_deref().map(Storage::open).transpose()?;
+        let opened = config.data_dir.as_deref().map(|path| Storage::open(path, config.fsync)).transpose()?;
         let signals = Arc::new(Signals::default());
         let (store, storage) = match opened {
             None => (Store::new(config.clone(), now_ms()), None),
@@ -204,28 +209,34 @@ fn serve(
     keeper: Option<Keeper>,
     started: &SyncSender<Result<(), Fault>>,
     stopped: watch::Receiver<bool>,
-) {
+) -> Result<(), Fault> {
     let failed = |error| Err(system(format!("the embedded broker gets no event loop from the system: {error}")));
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return drop(started.send(failed(error))),
+        Err(error) => {
+            let _ = started.send(failed(error));
+            return Ok(());
+        }
     };
-    runtime.block_on(async {
+    let kept = runtime.block_on(async {
         match TcpListener::from_std(listener) {
             Ok(listener) => {
                 let _ = started.send(Ok(()));
                 tokio::spawn(tick(broker.clone(), stopped.clone()));
                 let keeper = keeper.map(|keeper| tokio::spawn(keeper.run(stopped.clone())));
                 accept(broker, &listener, stopped).await;
-                if let Some(keeper) = keeper {
-                    let _ = keeper.await;
-                }
+                let Some(keeper) = keeper else { return Ok(()) };
+                keeper.await.unwrap_or_else(|gone| Err(format!("the embedded broker stopped keeping topics: {gone}")))
             }
-            Err(error) => drop(started.send(failed(error))),
+            Err(error) => {
+                let _ = started.send(failed(error));
+                Ok(())
+            }
         }
     });
     // The links saw the same signal; this bounds what they may still take.
     runtime.shutdown_timeout(STOP_MAX);
+    kept.map_err(system)
 }
 
 async fn tick(broker: Arc<Broker>, mut stopped: watch::Receiver<bool>) {

@@ -4,7 +4,7 @@ use pulsar::message::proto::ServerError;
 
 use super::store::Refused;
 
-/// Longest topic, subscription or producer name.
+/// Longest topic, subscription or producer name. A topic's counts as it is after it was completed.
 pub(super) const NAME_BYTES_MAX: usize = 512;
 
 /// What the names of topics start with that keep nothing for who is not there.
@@ -16,12 +16,10 @@ pub(super) const NON_PERSISTENT: &str = "non-persistent://";
 /// When it is no topic name, or names a partition: there are none here.
 pub(super) fn full_name(name: &str) -> Result<String, Refused> {
     let refused = || Refused(ServerError::InvalidTopicName, format!("'{}' is not a topic name", name.escape_debug()));
-    if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) {
-        return Err(Refused(
-            ServerError::InvalidTopicName,
-            "a topic name is empty, too long or unprintable".to_owned(),
-        ));
+    if name.is_empty() || name.chars().any(char::is_control) {
+        return Err(Refused(ServerError::InvalidTopicName, "a topic name is empty or unprintable".to_owned()));
     }
+    check_length(name)?;
     if let Some((base, number)) = name.rsplit_once("-partition-")
         && !number.is_empty()
         && number.bytes().all(|byte| byte.is_ascii_digit())
@@ -37,13 +35,28 @@ pub(super) fn full_name(name: &str) -> Result<String, Refused> {
         return Err(refused());
     }
     let parts: Vec<&str> = rest.splitn(3, '/').collect();
-    match parts[..] {
-        [topic] => Ok(format!("{domain}://public/default/{topic}")),
+    let full = match parts[..] {
+        [topic] => format!("{domain}://public/default/{topic}"),
         [tenant, namespace, topic] if !tenant.is_empty() && !namespace.is_empty() && !topic.is_empty() => {
-            Ok(format!("{domain}://{rest}"))
+            format!("{domain}://{rest}")
         }
-        _ => Err(refused()),
+        _ => return Err(refused()),
+    };
+    check_length(&full)?;
+    Ok(full)
+}
+
+/// Checks a completed name.
+///
+/// # Errors
+/// When it is longer than what can be kept.
+pub(super) fn check_length(name: &str) -> Result<(), Refused> {
+    if name.len() <= NAME_BYTES_MAX {
+        return Ok(());
     }
+    let detail =
+        format!("a topic name of {} bytes; with tenant and namespace, the limit is {NAME_BYTES_MAX}", name.len());
+    Err(Refused(ServerError::InvalidTopicName, detail))
 }
 
 #[cfg(test)]
@@ -56,6 +69,18 @@ mod tests {
         assert_eq!(full_name("non-persistent://a/b/c/d").unwrap(), "non-persistent://a/b/c/d");
         for bad in ["", "a/b", "http://a/b/c", "persistent://a//c", "a\nb", &"x".repeat(513)] {
             full_name(bad).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn the_limit_is_for_the_completed_name() {
+        for start in ["persistent://public/default/", "non-persistent://public/default/", "persistent://a/b/"] {
+            let longest = "x".repeat(NAME_BYTES_MAX - start.len());
+            let given = if start.starts_with("persistent://public") { longest } else { format!("{start}{longest}") };
+            assert_eq!(full_name(&given).unwrap().len(), NAME_BYTES_MAX);
+            let Refused(error, detail) = full_name(&format!("{given}x")).unwrap_err();
+            assert_eq!(error, ServerError::InvalidTopicName);
+            assert!(detail.contains("513 bytes"), "{detail}");
         }
     }
 

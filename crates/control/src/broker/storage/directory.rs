@@ -6,25 +6,24 @@
 //! | `lock` | locked by the broker that uses the directory, and names its process |
 //! | `topics.redb` | the table |
 //! | `journal-*` | what is not in the table yet |
+//! | `journal-*.torn` | what was cut off a journal at a start, for whoever wants to know; never read |
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use gradwire_proto::{Fault, FaultKind};
 
-use super::journal;
+use super::journal::{self, NEW, write_new};
 use super::table::{Table, TableError};
 
 /// The format that this version writes, and the only one that it reads.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const FORMAT_FILE: &str = "format";
 const FORMAT_PREFIX: &str = "gradwire broker data, format ";
 const LOCK_FILE: &str = "lock";
 const TABLE_FILE: &str = "topics.redb";
-/// Files that are being made: of no value until they have their names.
-const NEW: &str = ".new";
 
 /// A data directory that is ours as long as this lives.
 #[derive(Debug)]
@@ -32,6 +31,37 @@ pub(super) struct Directory {
     pub(super) path: PathBuf,
     /// Unlocked when it is closed, however this process ends.
     _lock: File,
+    files: Files,
+}
+
+/// Files that must stay where they are while the directory is used, and which they are.
+#[derive(Clone, Debug)]
+pub(super) struct Files(Vec<(PathBuf, (u64, u64))>);
+
+impl Files {
+    fn find(paths: [PathBuf; 2]) -> io::Result<Self> {
+        let found = paths.into_iter().map(|path| identity(&path).map(|identity| (path, identity)));
+        found.collect::<io::Result<_>>().map(Self)
+    }
+
+    /// Whether they are still there: what is written to files that have no names any more is lost.
+    ///
+    /// # Errors
+    /// When one is not there, or another one is.
+    pub(super) fn check(&self) -> io::Result<()> {
+        for (path, before) in &self.0 {
+            let now =
+                identity(path).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+            if now != *before {
+                return Err(io::Error::other(format!("{} was replaced", path.display())));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    fs::metadata(path).map(|found| (found.dev(), found.ino()))
 }
 
 impl Directory {
@@ -47,13 +77,13 @@ impl Directory {
             check_foreign(path)?;
         }
         let lock = take_lock(path)?;
-        let directory = Self { path: path.to_owned(), _lock: lock };
         if format.is_none() {
             write_new(&path.join(FORMAT_FILE), format!("{FORMAT_PREFIX}{FORMAT}\n").as_bytes()).map_err(refused)?;
         }
-        directory.make_table()?;
+        make_table(path)?;
         journal::sync_directory(path).map_err(refused)?;
-        Ok(directory)
+        let files = Files::find([path.join(LOCK_FILE), path.join(TABLE_FILE)]).map_err(refused)?;
+        Ok(Self { path: path.to_owned(), _lock: lock, files })
     }
 
     /// Where the table is.
@@ -61,34 +91,39 @@ impl Directory {
         self.path.join(TABLE_FILE)
     }
 
-    /// The fault for what was found in the directory's files.
-    pub(super) fn fault(&self, error: &TableError) -> Fault {
-        let shown = self.path.display();
-        match error {
-            TableError::Io(error) => refused(&self.path, error),
-            TableError::Damaged(what) => damaged(&self.path, what),
-            TableError::Newer => invalid(format!(
-                "the broker's data directory {shown} was written by a newer version of gradwire: use that version, or \
-                 another directory"
-            )),
-        }
+    /// What must stay in it.
+    pub(super) fn files(&self) -> &Files {
+        &self.files
     }
+}
 
-    fn make_table(&self) -> Result<(), Fault> {
-        let path = self.table();
-        if path.exists() {
-            return Ok(());
-        }
-        if !journal::files(&self.path).map_err(|error| refused(&self.path, &error))?.is_empty() {
-            return Err(damaged(&self.path, &format!("{TABLE_FILE} is missing")));
-        }
-        let new = self.path.join(format!("{TABLE_FILE}{NEW}"));
-        let removed = fs::remove_file(&new);
-        if let Err(error) = removed.or_else(|error| ignore(error, io::ErrorKind::NotFound)) {
-            return Err(refused(&self.path, &error));
-        }
-        Table::create(&new).map_err(|error| self.fault(&error))?;
-        fs::rename(&new, &path).map_err(|error| refused(&self.path, &error))
+fn make_table(directory: &Path) -> Result<(), Fault> {
+    let path = directory.join(TABLE_FILE);
+    if path.exists() {
+        return Ok(());
+    }
+    if !journal::files(directory).map_err(|error| refused(directory, &error))?.is_empty() {
+        return Err(damaged(directory, &format!("{TABLE_FILE} is missing")));
+    }
+    let new = directory.join(format!("{TABLE_FILE}{NEW}"));
+    let removed = fs::remove_file(&new);
+    if let Err(error) = removed.or_else(|error| ignore(error, io::ErrorKind::NotFound)) {
+        return Err(refused(directory, &error));
+    }
+    Table::create(&new).map_err(|error| fault(directory, &error))?;
+    fs::rename(&new, &path).map_err(|error| refused(directory, &error))
+}
+
+/// The fault for what was found in a directory's files.
+pub(super) fn fault(path: &Path, error: &TableError) -> Fault {
+    match error {
+        TableError::Io(error) => refused(path, error),
+        TableError::Damaged(what) => damaged(path, what),
+        TableError::Newer => invalid(format!(
+            "the broker's data directory {} was written by a newer version of gradwire: use that version, or another \
+             directory",
+            path.display()
+        )),
     }
 }
 
@@ -129,8 +164,12 @@ fn read_format(path: &Path) -> Result<Option<u32>, Fault> {
     let number = text.strip_prefix(FORMAT_PREFIX).and_then(|rest| rest.trim_end().parse().ok());
     match number {
         Some(FORMAT) => Ok(Some(FORMAT)),
+        Some(older) if older < FORMAT => Err(invalid(format!(
+            "the broker's data directory {shown} has format {older}, and this version of gradwire knows format {FORMAT}: \
+             use the version that wrote it, or another directory"
+        ))),
         Some(newer) if newer > FORMAT => Err(invalid(format!(
-            "the broker's data directory {shown} has format {newer}, and this version of gradwire knows formats up to \
+            "the broker's data directory {shown} has format {newer}, and this version of gradwire knows format \
              {FORMAT}: use a newer version, or another directory"
         ))),
         _ => Err(damaged(path, &format!("its file '{FORMAT_FILE}' says nothing that gradwire wrote"))),
@@ -179,16 +218,6 @@ fn take_lock(path: &Path) -> Result<File, Fault> {
     }
     lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id())).map_err(refused)?;
     Ok(lock)
-}
-
-/// Writes a file that is there whole, or not at all.
-fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(NEW);
-    let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    fs::rename(&new, path)
 }
 
 fn ignore(error: io::Error, kind: io::ErrorKind) -> io::Result<()> {

@@ -19,8 +19,10 @@ use crate::broker::store::Outcome;
 const SOON: Duration = Duration::from_millis(50);
 /// How often the table is brought up to date.
 const CHECKPOINT_EVERY: Duration = Duration::from_secs(1);
-/// How long nothing is tried again that failed, unless a client wants it.
+/// How long nothing is kept again after that failed, unless a client wants it.
 const AFTER_FAILURE: Duration = Duration::from_secs(5);
+/// How long no checkpoint is tried again after one failed. Until one succeeds, messages are refused.
+const AFTER_FAILED_CHECKPOINT: Duration = Duration::from_secs(1);
 
 /// Keeps what a broker's store changes.
 pub(in crate::broker) struct Keeper {
@@ -35,27 +37,30 @@ pub(in crate::broker) struct Keeper {
     running: Option<JoinHandle<(Checkpoint, io::Result<()>)>>,
     /// The last group was not kept, and the log says so.
     failing: bool,
-    /// The same for the last checkpoint.
-    checkpoint_failing: bool,
+    /// Why the last checkpoint failed, if it did.
+    checkpoint_failure: Option<String>,
 }
 
 impl Keeper {
     pub(in crate::broker) fn new(broker: Arc<Broker>, storage: Storage) -> Self {
         let sync = broker.config.fsync;
         let (soon, checkpoint_at, running) = (None, None, None);
-        Self { broker, storage, sync, soon, checkpoint_at, running, failing: false, checkpoint_failing: false }
+        Self { broker, storage, sync, soon, checkpoint_at, running, failing: false, checkpoint_failure: None }
     }
 
     /// Works until the broker stops, and leaves everything in the table.
-    pub(in crate::broker) async fn run(mut self, mut stopped: watch::Receiver<bool>) {
+    ///
+    /// # Errors
+    /// When it is not all there. Names the directory.
+    pub(in crate::broker) async fn run(mut self, mut stopped: watch::Receiver<bool>) -> Outcome {
         loop {
             let signals = &self.broker.signals;
             let far = Instant::now() + Duration::from_secs(3600);
             let (soon, checkpoint) = (self.soon.unwrap_or(far), self.checkpoint_at.unwrap_or(far));
             tokio::select! {
-                () = signals.now.notified() => self.keep_group().await,
+                () = signals.now.notified() => drop(self.keep_group().await),
                 () = signals.soon.notified(), if self.soon.is_none() => self.soon = Some(Instant::now() + SOON),
-                () = sleep_until(soon), if self.soon.is_some() => self.keep_group().await,
+                () = sleep_until(soon), if self.soon.is_some() => drop(self.keep_group().await),
                 () = sleep_until(checkpoint), if self.running.is_none() && self.checkpoint_at.is_some() => {
                     self.start_checkpoint();
                 }
@@ -63,16 +68,18 @@ impl Keeper {
                 () = stop(&mut stopped) => break,
             }
         }
-        self.finish().await;
+        self.finish().await
     }
 
-    async fn keep_group(&mut self) {
+    async fn keep_group(&mut self) -> Outcome {
         self.soon = None;
         let group = self.broker.store().take_group();
-        let Some(group) = group else { return };
-        let outcome = if group.ops.is_empty() { Ok(()) } else { self.write(&group.ops).await };
+        let Some(group) = group else { return Ok(()) };
+        let is_empty = group.ops.is_empty();
+        let outcome = if is_empty { Ok(()) } else { self.write(&group.ops).await };
         self.broker.store().settle(group, &outcome);
-        match outcome {
+        match &outcome {
+            Ok(()) if is_empty => {}
             Ok(()) => {
                 self.checkpoint_at = self.checkpoint_at.or(Some(Instant::now() + CHECKPOINT_EVERY));
                 if std::mem::take(&mut self.failing) {
@@ -86,12 +93,15 @@ impl Keeper {
                 }
             }
         }
+        outcome
     }
 
     async fn write(&mut self, ops: &super::Ops) -> Outcome {
-        let failed = |path: String, error: io::Error| {
-            Err(format!("the embedded broker cannot write to its data directory {path}: {error}"))
-        };
+        // What is in the journal could be all that there ever is of it: nothing is promised on top.
+        if let Some(reason) = &self.checkpoint_failure {
+            return Err(reason.clone());
+        }
+        let failed = |path: String, error: io::Error| Err(cannot_write(&path, &error));
         if let Err(error) = self.storage.append(ops) {
             return failed(self.shown(), error);
         }
@@ -109,7 +119,7 @@ impl Keeper {
     fn start_checkpoint(&mut self) {
         self.checkpoint_at = None;
         match self.storage.checkpoint() {
-            Ok(None) => {}
+            Ok(None) => self.checkpoint_failure = None,
             Ok(Some(checkpoint)) => {
                 self.running = Some(spawn_blocking(move || {
                     let outcome = checkpoint.run();
@@ -125,29 +135,39 @@ impl Keeper {
         match done {
             Some((checkpoint, Ok(()))) => {
                 self.storage.checkpointed(&checkpoint);
-                self.checkpoint_failing = false;
+                self.checkpoint_failure = None;
             }
             Some((_, Err(error))) => self.checkpoint_failed(&error),
             None => self.checkpoint_failed(&io::Error::other("its thread ended")),
         }
     }
 
-    /// Nothing is lost: it is in the journal.
+    /// Nothing is lost as long as the journal is there.
     fn checkpoint_failed(&mut self, error: &io::Error) {
-        if !std::mem::replace(&mut self.checkpoint_failing, true) {
-            let directory = self.shown();
-            tracing::warn!(directory, %error, "the embedded broker keeps its journal: it cannot write topics.redb");
+        let reason = cannot_write(&self.shown(), error);
+        if self.checkpoint_failure.is_none() {
+            tracing::error!(reason, "the embedded broker cannot bring topics.redb up to date, and refuses messages");
+            // A client that comes next hears of it; the log has it already.
+            self.failing = true;
         }
-        self.checkpoint_at = Some(Instant::now() + AFTER_FAILURE);
+        self.checkpoint_failure = Some(reason);
+        self.checkpoint_at = Some(Instant::now() + AFTER_FAILED_CHECKPOINT);
     }
 
-    async fn finish(mut self) {
-        self.keep_group().await;
-        if self.running.is_some() {
-            let done = finished(&mut self.running).await;
-            self.end_checkpoint(done);
+    async fn finish(mut self) -> Outcome {
+        if self.running.is_some() || self.checkpoint_failure.is_some() {
+            self.checkpoint().await;
         }
-        self.start_checkpoint();
+        let kept = self.keep_group().await;
+        self.checkpoint().await;
+        self.checkpoint_failure.take().map_or(kept, Err)
+    }
+
+    /// Waits for the checkpoint that runs, or else for a new one.
+    async fn checkpoint(&mut self) {
+        if self.running.is_none() {
+            self.start_checkpoint();
+        }
         if self.running.is_some() {
             let done = finished(&mut self.running).await;
             self.end_checkpoint(done);
@@ -157,6 +177,10 @@ impl Keeper {
     fn shown(&self) -> String {
         self.storage.path().display().to_string()
     }
+}
+
+fn cannot_write(directory: &str, error: &io::Error) -> String {
+    format!("the embedded broker cannot write to its data directory {directory}: {error}")
 }
 
 async fn stop(stopped: &mut watch::Receiver<bool>) {

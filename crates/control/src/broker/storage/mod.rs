@@ -5,9 +5,12 @@
 //! journal they come into the table, a checksummed file, at checkpoints about once a second. So the journal is short,
 //! a start after a crash is a checkpoint like any other, and a loss of power costs at most what was not synced.
 //!
-//! A failed append leaves nothing behind. A failed checkpoint changes nothing, and is made up for by the next one.
+//! A failed append leaves nothing behind. A failed checkpoint changes nothing, and is made up for by the next one; until
+//! then, nothing more is kept.
 
 mod directory;
+mod ending;
+mod header;
 mod journal;
 mod keeper;
 mod rows;
@@ -16,15 +19,16 @@ mod table;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use gradwire_proto::Fault;
 use gradwire_proto::wire::Malformed;
 
-use directory::{Directory, damaged, refused};
-use journal::{Frames, Journal};
+use directory::{Directory, Files, damaged, fault, refused};
+use ending::Part;
+use journal::{Frames, Journal, Sealed};
 use rows::Row;
 use table::{Table, TableError};
 
@@ -44,8 +48,8 @@ pub(super) struct Storage {
     directory: Directory,
     table: Arc<Mutex<Table>>,
     journal: Journal,
-    /// Journal files before it that are not in the table yet, and their sizes.
-    sealed: Vec<(PathBuf, u64)>,
+    /// Journal files before it that are not in the table yet.
+    sealed: Vec<Sealed>,
     /// Bytes of the frame that was appended last.
     last_frame_bytes: u64,
 }
@@ -79,38 +83,39 @@ pub(super) struct StoredEntry {
 #[derive(Debug)]
 pub(super) struct Checkpoint {
     table: Arc<Mutex<Table>>,
-    files: Vec<PathBuf>,
+    files: Vec<Sealed>,
+    /// What must still be in the directory when it is done.
+    needed: Files,
 }
 
 impl Storage {
-    /// Takes a directory, made if it is not there, and reads what is in it.
+    /// Takes a directory, made if it is not there, and reads what is in it. `synced` says whether each group is synced
+    /// before the next one is appended.
     ///
     /// # Errors
-    /// When it is not a broker's, in use, damaged, or of a later version, or the system refuses something. Names the
+    /// When it is not a broker's, in use, damaged, of another version, or the system refuses something. Names the
     /// directory, and what to do.
-    pub(super) fn open(path: &Path) -> Result<(Self, Loaded), Fault> {
+    pub(super) fn open(path: &Path, synced: bool) -> Result<(Self, Loaded), Fault> {
         let directory = Directory::take(path)?;
         let refused = |error: io::Error| refused(path, &error);
-        let mut table = Table::open(&directory.table()).map_err(|error| directory.fault(&error))?;
+        let fault = |error: TableError| fault(path, &error);
+        let mut table = Table::open(&directory.table()).map_err(fault)?;
         let files = journal::files(path).map_err(refused)?;
-        if files.is_empty() && table.applied() > 0 {
+        if files.is_empty() && table.has_journal() {
             return Err(damaged(path, "its journal is missing"));
         }
-        for (number, file) in &files {
-            if *number > table.applied() + 1 {
-                let (have, want) = (table.applied(), number - 1);
-                return Err(damaged(path, &format!("its topics are those of change {have}, not of {want}")));
-            }
-            let mut frames = Frames::read(file).map_err(refused)?;
-            table.apply(&mut frames).map_err(|error| directory.fault(&error))?;
-            if frames.torn_bytes() > 0 {
-                let (file, bytes) = (file.display(), frames.torn_bytes());
-                tracing::warn!(%file, bytes, "the journal ends in a change that was not written whole");
-            }
+        // All of it is looked at before anything is changed.
+        let parts = ending::examine(&files, table.applied()).map_err(fault)?;
+        parts.iter().try_for_each(keep_cut).map_err(refused)?;
+        for part in parts.iter().filter(|part| part.first < part.end) {
+            Frames::read(&part.path, part.first, part.end)
+                .and_then(|mut frames| table.apply(&mut frames))
+                .map_err(fault)?;
         }
-        let loaded = load(&table).map_err(|error| directory.fault(&error))?;
+        let loaded = load(&table).map_err(fault)?;
         let next = table.applied() + 1;
-        let journal = Journal::create(path, next).map_err(refused)?;
+        let journal = Journal::create(path, next, synced).map_err(refused)?;
+        table.note_journal().map_err(fault)?;
         for (_, file) in files.iter().filter(|(number, _)| **number != next) {
             fs::remove_file(file).map_err(refused)?;
         }
@@ -127,7 +132,7 @@ impl Storage {
         if self.journal.bytes() >= JOURNAL_FILE_BYTES_MAX {
             self.seal()?;
         }
-        let waiting: u64 = self.sealed.iter().map(|(_, bytes)| bytes).sum();
+        let waiting: u64 = self.sealed.iter().map(|sealed| sealed.bytes).sum();
         if waiting + self.journal.bytes() > JOURNAL_BYTES_MAX {
             let kind = io::ErrorKind::StorageFull;
             return Err(io::Error::new(kind, "the journal is full, because topics.redb cannot be written"));
@@ -153,29 +158,33 @@ impl Storage {
     }
 
     /// What a checkpoint has to do, if anything.
+    ///
+    /// # Errors
+    /// When the directory is not there any more, or takes no new file.
     pub(super) fn checkpoint(&mut self) -> io::Result<Option<Checkpoint>> {
-        if self.journal.bytes() > 0 {
+        self.directory.files().check()?;
+        if !self.journal.is_empty() {
             self.seal()?;
         }
-        let files: Vec<PathBuf> = self.sealed.iter().map(|(path, _)| path.clone()).collect();
-        Ok(Some(Checkpoint { table: self.table.clone(), files }).filter(|checkpoint| !checkpoint.files.is_empty()))
+        let (files, needed) = (self.sealed.clone(), self.directory.files().clone());
+        let checkpoint = Checkpoint { table: self.table.clone(), files, needed };
+        Ok(Some(checkpoint).filter(|checkpoint| !checkpoint.files.is_empty()))
     }
 
     /// A checkpoint is done: what it wrote is not needed in the journal any more.
     pub(super) fn checkpointed(&mut self, done: &Checkpoint) {
-        self.sealed.retain(|(path, _)| !done.files.contains(path));
-        for file in &done.files {
+        self.sealed.retain(|sealed| !done.files.contains(sealed));
+        for Sealed { path, .. } in &done.files {
             // One that stays is skipped at the next start.
-            if let Err(error) = fs::remove_file(file) {
-                tracing::warn!(file = %file.display(), %error, "the embedded broker cannot remove a journal file");
+            if let Err(error) = fs::remove_file(path) {
+                tracing::warn!(file = %path.display(), %error, "the embedded broker cannot remove a journal file");
             }
         }
     }
 
     fn seal(&mut self) -> io::Result<()> {
-        let bytes = self.journal.bytes();
-        let path = self.journal.rotate()?;
-        self.sealed.push((path, bytes));
+        let sealed = self.journal.rotate()?;
+        self.sealed.extend(sealed);
         Ok(())
     }
 }
@@ -185,14 +194,25 @@ impl Checkpoint {
     pub(super) fn run(&self) -> io::Result<()> {
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         for file in &self.files {
-            table.apply(&mut Frames::read(file)?).map_err(|error| match error {
+            file.read().and_then(|mut frames| table.apply_all(&mut frames)).map_err(|error| match error {
                 TableError::Io(error) => error,
                 TableError::Damaged(what) => io::Error::new(io::ErrorKind::InvalidData, what),
                 TableError::Newer => io::Error::other("it was replaced by one of a newer version"),
             })?;
         }
-        Ok(())
+        self.needed.check()
     }
+}
+
+/// Keeps what will be cut off a journal file, and says so.
+fn keep_cut(part: &Part) -> io::Result<()> {
+    let Some(cut) = part.cut else { return Ok(()) };
+    let content = fs::read(&part.path)?;
+    let cut = content.get(cut..).unwrap_or_default();
+    let kept = journal::keep_cut(&part.path, cut)?;
+    let (file, bytes, kept) = (part.path.display(), cut.len(), kept.display());
+    tracing::warn!(%file, bytes, %kept, "the journal ends in changes that were not written whole: they are cut off");
+    Ok(())
 }
 
 impl Loaded {

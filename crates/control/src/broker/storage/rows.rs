@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use gradwire_proto::wire::{Malformed, Reader, put_text};
+use gradwire_proto::wire::{Malformed, Reader};
 
 use crate::broker::names::NAME_BYTES_MAX;
 
@@ -96,7 +96,7 @@ impl Ops {
 
     pub(in crate::broker) fn put_head(&mut self, topic: u64, head: &Head) {
         let mut value = Vec::with_capacity(40 + head.name.len());
-        put_text(&mut value, &head.name, NAME_BYTES_MAX);
+        put_name(&mut value, &head.name);
         for number in [head.ledger, head.next, head.entries] {
             value.extend_from_slice(&number.to_le_bytes());
         }
@@ -213,6 +213,13 @@ fn key(kind: u8, topic: u64, rest: &[u8]) -> Vec<u8> {
     key
 }
 
+/// Whole, whatever its length: two names that were cut could become one.
+fn put_name(out: &mut Vec<u8>, name: &str) {
+    assert!(name.len() <= NAME_BYTES_MAX, "names are checked where topics are made");
+    out.extend_from_slice(&(name.len() as u16).to_le_bytes());
+    out.extend_from_slice(name.as_bytes());
+}
+
 fn read_head(value: &[u8]) -> Result<Head, Malformed> {
     let mut reader = Reader::new(value);
     let name = reader.text(NAME_BYTES_MAX)?.to_owned();
@@ -273,6 +280,15 @@ mod tests {
                 "Schema { topic: 7, version: 1, schema: [] }".to_owned(),
             ]
         );
+    }
+
+    #[test]
+    fn names_are_never_cut() {
+        let head = |bytes| Head { name: "x".repeat(bytes), ledger: 1, next: 2, entries: 3, epoch: None };
+        let mut ops = Ops::default();
+        ops.put_head(7, &head(NAME_BYTES_MAX));
+        assert!(rows(&ops)[0].contains(&"x".repeat(NAME_BYTES_MAX)));
+        std::panic::catch_unwind(|| Ops::default().put_head(7, &head(NAME_BYTES_MAX + 1))).unwrap_err();
     }
 
     #[test]

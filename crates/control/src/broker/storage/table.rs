@@ -22,6 +22,8 @@ const ROWS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("rows");
 /// Name and number of the last journal frame that is in the rows.
 const APPLIED: TableDefinition<'_, &str, u64> = TableDefinition::new("applied");
 const LAST_FRAME: &str = "last frame";
+/// There is a number of this name as soon as there was a journal, from when on there always is one.
+const JOURNAL: &str = "journal";
 /// All rows are read once, at the start: there is little to cache.
 const CACHE_BYTES: usize = 8 << 20;
 
@@ -43,6 +45,7 @@ pub(super) struct Table {
     /// Nothing after an error.
     database: Option<Database>,
     applied: u64,
+    has_journal: bool,
 }
 
 impl Table {
@@ -71,8 +74,8 @@ impl Table {
                 // through; that it did not go back to an older state is seen by the journal's numbers.
                 database.check_integrity()?;
             }
-            let applied = read_applied(&database)?;
-            Ok(Self { path: path.to_owned(), database: Some(database), applied })
+            let (applied, has_journal) = read_applied(&database)?;
+            Ok(Self { path: path.to_owned(), database: Some(database), applied, has_journal })
         })
     }
 
@@ -81,7 +84,27 @@ impl Table {
         self.applied
     }
 
+    /// Whether there must be a journal.
+    pub(super) fn has_journal(&self) -> bool {
+        self.has_journal
+    }
+
+    /// Notes that there is a journal from now on.
+    pub(super) fn note_journal(&mut self) -> Result<(), TableError> {
+        let Some(database) = self.database.as_ref().filter(|_| !self.has_journal) else { return Ok(()) };
+        guarded(|| {
+            let transaction = database.begin_write()?;
+            transaction.open_table(APPLIED)?.insert(JOURNAL, 1)?;
+            Ok(transaction.commit()?)
+        })?;
+        self.has_journal = true;
+        Ok(())
+    }
+
     /// Brings it up to date with a journal file. Frames that it has already are skipped. Returns how many were new.
+    ///
+    /// # Errors
+    /// When frames are missing that should be there, or the table cannot be written.
     pub(super) fn apply(&mut self, frames: &mut Frames) -> Result<u64, TableError> {
         let before = self.applied;
         let database = match self.database.take() {
@@ -92,6 +115,15 @@ impl Table {
         self.applied = guarded(|| apply(&database, before, frames))?;
         self.database = Some(database);
         Ok(self.applied - before)
+    }
+
+    /// The same with a file that was not written by another process, and must be all there.
+    pub(super) fn apply_all(&mut self, frames: &mut Frames) -> Result<(), TableError> {
+        self.apply(frames)?;
+        if frames.is_complete() {
+            return Ok(());
+        }
+        Err(TableError::Damaged(format!("change {} is missing in the journal", frames.number)))
     }
 
     /// Hands all rows to `act`, in the order of their keys.
@@ -117,11 +149,13 @@ fn builder() -> Builder {
     builder
 }
 
-fn read_applied(database: &Database) -> Result<u64, TableError> {
+fn read_applied(database: &Database) -> Result<(u64, bool), TableError> {
     let transaction = database.begin_read()?;
     transaction.open_table(ROWS)?;
-    let applied = transaction.open_table(APPLIED)?.get(LAST_FRAME)?.map(|number| number.value());
-    applied.ok_or_else(|| TableError::Damaged("it does not say how far it is".to_owned()))
+    let table = transaction.open_table(APPLIED)?;
+    let applied = table.get(LAST_FRAME)?.map(|number| number.value());
+    let applied = applied.ok_or_else(|| TableError::Damaged("it does not say how far it is".to_owned()))?;
+    Ok((applied, table.get(JOURNAL)?.is_some()))
 }
 
 fn apply(database: &Database, before: u64, frames: &mut Frames) -> Result<u64, TableError> {
@@ -139,6 +173,12 @@ fn apply(database: &Database, before: u64, frames: &mut Frames) -> Result<u64, T
             }
             each_op::<TableError>(operations, |op| apply_one(&mut rows, &op))?;
             applied = number;
+        }
+        if !frames.is_done() {
+            return Err(TableError::Damaged(format!(
+                "change {} of the journal is not as it was written",
+                frames.number
+            )));
         }
         transaction.open_table(APPLIED)?.insert(LAST_FRAME, applied)?;
     }

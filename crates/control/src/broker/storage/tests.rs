@@ -20,24 +20,24 @@ fn tail(number: u64) -> Bytes {
 }
 
 /// A group that adds entry `number` to a topic that has all before it.
-fn add(number: u64) -> Ops {
+pub(super) fn add(number: u64) -> Ops {
     let mut ops = Ops::default();
     ops.put_head(TOPIC, &head(number + 1, number + 1));
     ops.put_entry(TOPIC, number, 1000 + number, &tail(number));
     ops
 }
 
-fn open(directory: &TempDir) -> (Storage, Loaded) {
-    Storage::open(directory.path()).unwrap_or_else(|fault| panic!("{fault}"))
+pub(super) fn open(directory: &TempDir) -> (Storage, Loaded) {
+    Storage::open(directory.path(), false).unwrap_or_else(|fault| panic!("{fault}"))
 }
 
-fn checkpoint(storage: &mut Storage) {
+pub(super) fn checkpoint(storage: &mut Storage) {
     let checkpoint = storage.checkpoint().unwrap().expect("something to write");
     checkpoint.run().unwrap();
     storage.checkpointed(&checkpoint);
 }
 
-fn assert_holds(loaded: &Loaded, entries: u64) {
+pub(super) fn assert_holds(loaded: &Loaded, entries: u64) {
     let topic = &loaded.topics[&TOPIC];
     assert_eq!(topic.head, head(entries, entries));
     for (number, entry) in (0..entries).zip(&topic.entries) {
@@ -46,7 +46,7 @@ fn assert_holds(loaded: &Loaded, entries: u64) {
 }
 
 /// Files of a directory, without the lock.
-fn files(directory: &TempDir) -> Vec<(String, Vec<u8>)> {
+pub(super) fn files(directory: &TempDir) -> Vec<(String, Vec<u8>)> {
     let mut files: Vec<_> = fs::read_dir(directory.path())
         .unwrap()
         .map(|entry| {
@@ -58,8 +58,13 @@ fn files(directory: &TempDir) -> Vec<(String, Vec<u8>)> {
     files
 }
 
+/// What was cut off a journal.
+pub(super) fn torn_files(directory: &TempDir) -> Vec<(String, Vec<u8>)> {
+    files(directory).into_iter().filter(|(name, _)| name.contains(".torn")).collect()
+}
+
 /// A copy of a directory as a crash at this moment would leave it.
-fn crashed(directory: &TempDir) -> TempDir {
+pub(super) fn crashed(directory: &TempDir) -> TempDir {
     let copy = tempfile::tempdir().unwrap();
     for (name, content) in files(directory) {
         fs::write(copy.path().join(name), content).unwrap();
@@ -151,6 +156,43 @@ fn a_failed_append_leaves_nothing_behind() {
 }
 
 #[test]
+fn the_first_group_of_a_file_may_be_taken_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let (mut storage, _) = open(&directory);
+    storage.append(&add(0)).unwrap();
+    storage.take_back();
+    assert!(storage.checkpoint().unwrap().is_none());
+    storage.append(&add(0)).unwrap();
+    checkpoint(&mut storage);
+    storage.append(&add(1)).unwrap();
+    assert_holds(&open(&crashed(&directory)).1, 2);
+}
+
+#[test]
+fn a_directory_that_goes_while_it_is_used_is_noticed() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("data");
+    for gone in [&["topics.redb"][..], &["lock"], &["journal-0000000000000001"], &[]] {
+        let (mut storage, _) = Storage::open(&path, false).unwrap();
+        storage.append(&add(0)).unwrap();
+        gone.iter().for_each(|name| fs::remove_file(path.join(name)).unwrap());
+        if gone.is_empty() {
+            fs::rename(&path, parent.path().join("elsewhere")).unwrap();
+        }
+        let noticed = storage.checkpoint().and_then(|checkpoint| checkpoint.expect("something to write").run());
+        noticed.unwrap_err();
+        drop(storage);
+        let _ = fs::remove_dir_all(&path);
+    }
+    let (mut storage, _) = Storage::open(&path, false).unwrap();
+    storage.append(&add(0)).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    assert_eq!(storage.append(&add(1)).unwrap_err().kind(), io::ErrorKind::NotFound);
+    // When nothing is to be written, too.
+    storage.checkpoint().unwrap_err();
+}
+
+#[test]
 fn a_failed_checkpoint_is_made_up_for() {
     let directory = tempfile::tempdir().unwrap();
     let (mut storage, _) = open(&directory);
@@ -174,7 +216,7 @@ fn a_failed_checkpoint_is_made_up_for() {
 fn a_directory_has_one_broker() {
     let directory = tempfile::tempdir().unwrap();
     let (storage, _) = open(&directory);
-    let fault = Storage::open(directory.path()).unwrap_err();
+    let fault = Storage::open(directory.path(), false).unwrap_err();
     assert_eq!(fault.kind, FaultKind::InvalidArgument);
     for part in [directory.path().to_str().unwrap(), "in use", &std::process::id().to_string()] {
         assert!(fault.detail.contains(part), "{fault}");
@@ -185,16 +227,17 @@ fn a_directory_has_one_broker() {
 
 #[test]
 fn directories_of_others_and_of_later_versions_are_refused_and_left_alone() {
-    let cases: [(&str, &[u8], &str); 4] = [
+    let cases: [(&str, &[u8], &str); 5] = [
         ("thesis.tex", b"", "thesis.tex"),
-        ("format", b"gradwire broker data, format 2\n", "newer version"),
+        ("format", b"gradwire broker data, format 3\n", "newer version"),
+        ("format", b"gradwire broker data, format 1\n", "format 1, and this version of gradwire knows format 2"),
         ("format", b"", "damaged"),
         ("format", b"\xff\xff", "damaged"),
     ];
     for (name, content, says) in cases {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join(name), content).unwrap();
-        let fault = Storage::open(directory.path()).unwrap_err();
+        let fault = Storage::open(directory.path(), false).unwrap_err();
         assert!(fault.detail.contains(says), "{fault}");
         assert!(fault.detail.contains(directory.path().to_str().unwrap()), "{fault}");
         assert_eq!(files(&directory), [(name.to_owned(), content.to_vec())]);
@@ -207,7 +250,7 @@ fn what_the_system_refuses_is_said() {
     let file = directory.path().join("file");
     fs::write(&file, "").unwrap();
     for path in [file.clone(), file.join("below")] {
-        let fault = Storage::open(&path).unwrap_err();
+        let fault = Storage::open(&path, false).unwrap_err();
         assert_eq!(fault.kind, FaultKind::System);
         assert!(fault.detail.contains(path.to_str().unwrap()), "{fault}");
     }
@@ -218,7 +261,7 @@ fn what_the_system_refuses_is_said() {
     let closed = directory.path().join("closed");
     fs::create_dir(&closed).unwrap();
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o500)).unwrap();
-    let fault = Storage::open(&closed).unwrap_err();
+    let fault = Storage::open(&closed, false).unwrap_err();
     assert!(fault.detail.contains("read and write"), "{fault}");
 }
 
@@ -226,7 +269,7 @@ fn what_the_system_refuses_is_said() {
 fn the_directory_is_for_its_owner_alone() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("a/b");
-    let (mut storage, _) = Storage::open(&path).unwrap();
+    let (mut storage, _) = Storage::open(&path, false).unwrap();
     storage.append(&add(0)).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
 }
@@ -238,7 +281,7 @@ fn a_missing_table_is_damage_while_there_is_a_journal() {
     storage.append(&add(0)).unwrap();
     drop(storage);
     fs::remove_file(directory.path().join("topics.redb")).unwrap();
-    let fault = Storage::open(directory.path()).unwrap_err();
+    let fault = Storage::open(directory.path(), false).unwrap_err();
     assert!(fault.detail.contains("damaged"), "{fault}");
 }
 
@@ -252,7 +295,7 @@ fn a_gap_in_the_journal_is_damage() {
     }
     drop(storage);
     fs::remove_file(&journal::files(directory.path()).unwrap()[&2]).unwrap();
-    let fault = Storage::open(directory.path()).unwrap_err();
+    let fault = Storage::open(directory.path(), false).unwrap_err();
     assert!(fault.detail.contains("damaged"), "{fault}");
 }
 
@@ -268,12 +311,12 @@ fn a_table_that_went_back_is_damage_at_every_start() {
     drop(storage);
     fs::write(directory.path().join("topics.redb"), before).unwrap();
     for _ in 0..2 {
-        let fault = Storage::open(directory.path()).unwrap_err();
+        let fault = Storage::open(directory.path(), false).unwrap_err();
         assert!(fault.detail.contains("damaged") && fault.detail.contains("change 1"), "{fault}");
     }
     let journals = journal::files(directory.path()).unwrap();
     journals.values().for_each(|file| fs::remove_file(file).unwrap());
-    assert!(Storage::open(directory.path()).unwrap_err().detail.contains("journal is missing"));
+    assert!(Storage::open(directory.path(), false).unwrap_err().detail.contains("journal is missing"));
 }
 
 /// A directory that was closed well.
@@ -292,7 +335,7 @@ fn a_table_that_is_cut_off_or_foreign_is_refused() {
     for content in [&b""[..], b"no table", &table[..1000], &table[..table.len() / 2], &vec![0; table.len()]] {
         let copy = crashed(&directory);
         fs::write(copy.path().join("topics.redb"), content).unwrap();
-        let fault = Storage::open(copy.path()).unwrap_err();
+        let fault = Storage::open(copy.path(), false).unwrap_err();
         assert!(fault.detail.contains("damaged"), "{} bytes: {fault}", content.len());
     }
 }
@@ -312,7 +355,7 @@ proptest! {
             let position = position.index(table.len().min(512 << 10));
             table[position] ^= flip;
             fs::write(&path, table).unwrap();
-            match Storage::open(copy.path()) {
+            match Storage::open(copy.path(), false) {
                 Ok((_, loaded)) => assert_holds(&loaded, 200),
                 Err(fault) => prop_assert!(fault.detail.contains(copy.path().to_str().unwrap()), "{fault}"),
             }
@@ -325,7 +368,7 @@ proptest! {
     fn a_torn_journal_gives_what_is_whole(cut in any::<prop::sample::Index>(), zeros in 0_usize..3) {
         let directory = tempfile::tempdir().unwrap();
         let (mut storage, _) = open(&directory);
-        let mut ends = vec![0];
+        let mut ends = vec![storage.journal.bytes() as usize];
         for number in 0..20 {
             storage.append(&add(number)).unwrap();
             ends.push(storage.journal.bytes() as usize);
@@ -333,12 +376,16 @@ proptest! {
         drop(storage);
         let path = &journal::files(directory.path()).unwrap()[&1];
         let mut bytes = fs::read(path).unwrap();
-        let end = cut.index(bytes.len());
+        // The file has its header before it has its name.
+        let end = ends[0] + cut.index(bytes.len() - ends[0]);
         bytes.truncate(end);
         bytes.resize(end + zeros * 4096, 0);
         fs::write(path, bytes).unwrap();
         let whole = ends.iter().filter(|whole| **whole <= end).count() as u64 - 1;
+        let torn = end - ends[whole as usize] + zeros * 4096;
         let (_, loaded) = open(&directory);
+        let kept: usize = torn_files(&directory).iter().map(|(_, content)| content.len()).sum();
+        prop_assert_eq!(kept, torn);
         if whole == 0 {
             prop_assert!(loaded.topics.is_empty());
         } else {

@@ -107,6 +107,9 @@ impl Store {
         };
         for (number, stored) in loaded.topics {
             let name = stored.head.name.clone();
+            if store.topics.contains_key(&name) {
+                return Err(unreadable(directory, &name, "it is there twice"));
+            }
             let (topic, kept) =
                 store.restore_topic(number, stored).map_err(|what| unreadable(directory, &name, &what))?;
             store.bytes += topic.bytes();

@@ -19,7 +19,7 @@ use super::config::BrokerConfig;
 use super::dispatch::{Applicant, Subscription, UnackedLimits};
 use super::frame::Tail;
 use super::log::{Entry, Log};
-use super::names::NON_PERSISTENT;
+use super::names::{NON_PERSISTENT, check_length};
 use super::producers::{Admission, Producer};
 use super::selector::ConsumerKey;
 use super::stats::{ConsumerStats, SubscriptionStats, TopicStats};
@@ -98,11 +98,12 @@ impl Store {
     /// Makes the topic if it is not there.
     ///
     /// # Errors
-    /// When there are too many.
+    /// When there are too many, or its name is too long to be kept.
     pub(super) fn create_topic(&mut self, name: &str) -> Result<(), Refused> {
         if self.topics.contains_key(name) {
             return Ok(());
         }
+        check_length(name)?;
         if self.topics.len() >= self.config.topics_max {
             let detail = format!("the embedded broker holds {} topics, which is its limit", self.topics.len());
             return Err(Refused(ServerError::NotAllowedError, detail));

@@ -261,7 +261,7 @@ impl Run {
 }
 
 fn open(directory: &TempDir) -> (Storage, Store) {
-    let (storage, loaded) = Storage::open(directory.path()).unwrap();
+    let (storage, loaded) = Storage::open(directory.path(), false).unwrap();
     let store = Store::restore(config(), 1, loaded, directory.path(), Arc::default()).unwrap();
     (storage, store)
 }
@@ -275,6 +275,24 @@ proptest! {
         steps.into_iter().for_each(|step| run.step(step));
         run.keep();
         run.restart();
+    }
+}
+
+#[test]
+fn a_name_that_is_there_twice_is_damage() {
+    let directory = tempfile::tempdir().unwrap();
+    let (mut storage, _) = open(&directory);
+    let mut ops = Ops::default();
+    for topic in 0..2 {
+        let name = TOPICS[0].to_owned();
+        ops.put_head(topic, &Head { name, ledger: 5 + topic, next: 0, entries: 0, epoch: None });
+    }
+    storage.append(&ops).unwrap();
+    drop(storage);
+    let (_storage, loaded) = Storage::open(directory.path(), false).unwrap();
+    let fault = Store::restore(config(), 1, loaded, directory.path(), Arc::default()).unwrap_err();
+    for part in ["damaged", TOPICS[0], "twice", directory.path().to_str().unwrap()] {
+        assert!(fault.detail.contains(part), "{fault}");
     }
 }
 
