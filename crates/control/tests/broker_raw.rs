@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use common::raw::*;
 use common::*;
 use gradwire_control::{BrokerConfig, EmbeddedBroker};
+use pulsar::message::Payload;
 use pulsar::message::proto::{
-    BaseCommand, CommandCloseConsumer, CommandFlow, CommandGetSchema, CommandLookupTopic, CommandNewTxn, ServerError,
+    BaseCommand, CommandCloseConsumer, CommandFlow, CommandGetOrCreateSchema, CommandGetSchema, CommandLookupTopic,
+    CommandNewTxn, CommandProducer, CommandSend, CommandSubscribe, MessageMetadata, Schema, ServerError,
     base_command::Type,
 };
 
@@ -172,6 +174,57 @@ fn a_message_over_the_limit_is_refused_and_the_link_goes_on() {
     let mut other = Raw::connected(&broker);
     other.stream.write_all(&send(0, vec![0; 1])).unwrap();
     assert!(other.hear().unwrap().command.send_error.is_some());
+}
+
+#[test]
+fn metadata_over_the_limit_is_refused_and_the_link_goes_on() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    assert!(raw.ask(producer("t")).producer_success.is_some());
+    for (sequence_id, payload_bytes) in [(0, 1), (1, 5 << 20)] {
+        let metadata = MessageMetadata { partition_key: Some("k".repeat(300 << 10)), ..Default::default() };
+        let send = CommandSend { producer_id: 1, sequence_id, ..Default::default() };
+        let payload = Payload { metadata, data: vec![0; payload_bytes] };
+        raw.stream.write_all(&bytes(BaseCommand { send: Some(send), ..command(Type::Send) }, Some(payload))).unwrap();
+        let error = raw.hear().unwrap().command.send_error.unwrap();
+        assert_eq!((error.sequence_id, error.error), (sequence_id, ServerError::NotAllowedError as i32));
+        assert!(error.message.contains("the limit is 262144"), "{}", error.message);
+    }
+    raw.stream.write_all(&send(2, vec![0; 1])).unwrap();
+    assert!(raw.hear().unwrap().command.send_receipt.is_some());
+}
+
+#[test]
+fn who_asks_for_much_and_reads_nothing_gets_everything_later() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    let schema = Schema { schema_data: vec![7; 120_000], ..Default::default() };
+    let create = CommandGetOrCreateSchema { request_id: 1, topic: "t".to_owned(), schema };
+    let created = raw.ask(BaseCommand { get_or_create_schema: Some(create), ..command(Type::GetOrCreateSchema) });
+    assert_eq!(created.get_or_create_schema_response.unwrap().error_code, None);
+    for request_id in 0..500 {
+        let get = CommandGetSchema { request_id, topic: "t".to_owned(), ..Default::default() };
+        raw.say(BaseCommand { get_schema: Some(get), ..command(Type::GetSchema) });
+    }
+    // Others are served meanwhile.
+    assert!(Raw::connected(&broker).ask(ping()).pong.is_some());
+    for request_id in 0..500 {
+        assert_eq!(raw.hear().unwrap().command.get_schema_response.unwrap().request_id, request_id);
+    }
+}
+
+#[test]
+fn kinds_that_the_broker_does_not_know_are_refused() {
+    let broker = embedded_broker();
+    let mut raw = Raw::connected(&broker);
+    let request = CommandSubscribe { sub_type: 9, ..subscribe("t").subscribe.unwrap() };
+    let error = raw.ask(BaseCommand { subscribe: Some(request), ..command(Type::Subscribe) }).error.unwrap();
+    assert_eq!(error.error, ServerError::NotAllowedError as i32);
+    assert!(error.message.contains("subscription type 9"), "{}", error.message);
+    let request = CommandProducer { producer_access_mode: Some(9), ..producer("t").producer.unwrap() };
+    let error = raw.ask(BaseCommand { producer: Some(request), ..command(Type::Producer) }).error.unwrap();
+    assert_eq!(error.error, ServerError::NotAllowedError as i32);
+    assert!(error.message.contains("access mode 9"), "{}", error.message);
 }
 
 #[test]

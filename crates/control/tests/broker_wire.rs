@@ -69,7 +69,7 @@ fn ack(raw: &mut Raw, consumer_id: u64, id: MessageIdData, kind: AckType) -> Opt
 
 fn publish(raw: &mut Raw, metadata: MessageMetadata) {
     let send = pulsar::message::proto::CommandSend { producer_id: 1, ..Default::default() };
-    let payload = Payload { metadata, data: b"x".to_vec() };
+    let payload = Payload { metadata, data: vec![b'x'; 1200] };
     let frame = bytes(BaseCommand { send: Some(send), ..command(Type::Send) }, Some(payload));
     raw.stream.write_all(&frame).unwrap();
     assert!(raw.hear().unwrap().command.send_receipt.is_some());
@@ -140,6 +140,32 @@ fn a_batch_is_acknowledged_message_by_message() {
     let rest = MessageIdData { ack_set: vec![0b001], ..again.message_id };
     assert_eq!(ack(&mut other, 2, rest, AckType::Individual), None);
     eventually("the acknowledgement", || (broker.stats().topics[0].subscriptions[0].backlog == 1).then_some(()));
+}
+
+#[test]
+fn a_batch_of_a_made_up_size_is_refused() {
+    let broker = embedded_broker();
+    let mut sender = sending(&broker);
+    for messages in [1_000, 2_147_483_584] {
+        let send = pulsar::message::proto::CommandSend { producer_id: 1, sequence_id: 5, ..Default::default() };
+        let payload = Payload { metadata: batch(messages), data: vec![0; 60] };
+        sender
+            .stream
+            .write_all(&bytes(BaseCommand { send: Some(send), ..command(Type::Send) }, Some(payload)))
+            .unwrap();
+        let error = sender.hear().unwrap().command.send_error.unwrap();
+        assert_eq!((error.sequence_id, error.error), (5, ServerError::NotAllowedError as i32));
+        assert!(error.message.contains(&format!("{messages} messages")), "{}", error.message);
+    }
+    // The link goes on, with any number that fits: those of 63 messages in their last word, too.
+    let mut raw = Raw::connected(&broker);
+    assert_eq!(subscribe(&mut raw, consumer(1, SubType::Shared)), None);
+    flow(&mut raw, 1, 1000);
+    for messages in [63, 64, 127, 191] {
+        publish(&mut sender, batch(messages));
+        let partly = MessageIdData { ack_set: vec![5], ..message(&mut raw).message_id };
+        assert_eq!(ack(&mut raw, 1, partly, AckType::Individual), None);
+    }
 }
 
 #[test]
@@ -269,6 +295,23 @@ fn a_fenced_producer_is_told_and_its_late_messages_are_dropped() {
     drop(three);
     let ready = one.hear().unwrap().command.producer_success.unwrap();
     assert_eq!((ready.request_id, ready.producer_ready, ready.topic_epoch), (2, Some(true), Some(1)));
+}
+
+#[test]
+fn an_epoch_that_the_topic_never_gave_disturbs_no_later_producer() {
+    let broker = embedded_broker();
+    let exclusive = |topic_epoch| {
+        let mode = Some(ProducerAccessMode::Exclusive as i32);
+        let producer = CommandProducer { producer_access_mode: mode, topic_epoch, ..producer("t").producer.unwrap() };
+        BaseCommand { producer: Some(producer), ..command(Type::Producer) }
+    };
+    // Somebody holds the topic, so that it knows its epoch.
+    let mut holder = Raw::connected(&broker);
+    assert_eq!(subscribe(&mut holder, consumer(1, SubType::Shared)), None);
+    let mut bad = Raw::connected(&broker);
+    assert_eq!(bad.ask(exclusive(Some(u64::MAX))).error.unwrap().error, ServerError::ProducerFenced as i32);
+    let mut good = Raw::connected(&broker);
+    assert_eq!(good.ask(exclusive(None)).producer_success.unwrap().topic_epoch, Some(0));
 }
 
 #[test]

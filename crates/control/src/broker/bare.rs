@@ -7,7 +7,7 @@ use gradwire_proto::Fault;
 use tokio::sync::Notify;
 
 use super::frame::take_frame;
-use super::session::{Close, Session};
+use super::session::Session;
 use super::{Broker, BrokerConfig, link};
 
 /// A broker of which a caller moves every byte. It has no data directory, and time does not pass in it.
@@ -55,9 +55,17 @@ impl BareLink {
     pub fn feed(&mut self, bytes: &[u8]) -> (BytesMut, Option<String>) {
         let mut out = BytesMut::new();
         self.input.extend_from_slice(bytes);
-        let handled = link::handle_all(&self.broker, &mut self.session, &mut self.input, &mut out);
-        self.session.fill(&mut out);
-        (out, handled.err().map(|Close(reason)| reason))
+        loop {
+            let mut answers = BytesMut::new();
+            let handled = link::handle_some(&self.broker, &mut self.session, &mut self.input, &mut answers, usize::MAX);
+            self.session.fill(&mut answers);
+            out.unsplit(answers);
+            match handled {
+                Ok(true) => {}
+                Ok(false) => return (out, None),
+                Err(close) => return (out, Some(close.reason)),
+            }
+        }
     }
 }
 

@@ -1,8 +1,10 @@
 //! What an embedded broker listens on, admits and holds.
 
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
+
+use gradwire_proto::{Fault, FaultKind};
 
 use super::tls::BrokerTls;
 use crate::access::Token;
@@ -29,7 +31,7 @@ pub struct BrokerConfig {
     /// Most bytes that one topic holds. A full topic drops what all its durable subscriptions have acknowledged, then
     /// what its policy lets it drop, and else refuses messages.
     pub topic_bytes_max: usize,
-    /// Most bytes that all topics hold together.
+    /// Most bytes that all topics hold together. Their subscriptions may take a quarter of it on top.
     pub total_bytes_max: usize,
     /// Most topics.
     pub topics_max: usize,
@@ -82,6 +84,20 @@ impl BrokerConfig {
         }
     }
 
+    /// # Errors
+    /// [`FaultKind::InvalidArgument`] that says which of it cannot be.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        let Some(advertise) = &self.advertise else { return Ok(()) };
+        check_host_and_port(advertise).map_err(|what| {
+            let detail = format!(
+                "the address '{}' for clients of the embedded broker {what}: give HOST:PORT, such as \
+                 broker.example:6650 or [::1]:6650",
+                advertise.escape_debug()
+            );
+            Fault::new(FaultKind::InvalidArgument, detail)
+        })
+    }
+
     /// The policy of a topic.
     pub(super) fn policy(&self, topic: &str) -> TopicPolicy {
         self.policies.iter().find(|policy| topic.ends_with(&policy.suffix)).cloned().unwrap_or_default()
@@ -117,5 +133,59 @@ impl TopicPolicy {
     #[must_use]
     pub fn for_suffix(suffix: &str) -> Self {
         Self { suffix: suffix.to_owned(), ..Self::default() }
+    }
+}
+
+fn check_host_and_port(text: &str) -> Result<(), &'static str> {
+    if text.contains("://") {
+        return Err("has a scheme");
+    }
+    let bracketed = text.ends_with(']');
+    let (host, port) = text.rsplit_once(':').filter(|_| !bracketed).ok_or("has no port")?;
+    if !port.parse::<u16>().is_ok_and(|port| port > 0) || port.starts_with('+') {
+        return Err("has a port that is no number from 1 to 65535");
+    }
+    let inside = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    match inside {
+        Some(inside) if inside.parse::<Ipv6Addr>().is_ok() => Ok(()),
+        None if host.is_empty() => Err("has no host"),
+        None if host.contains(':') => Err("has an IPv6 address without brackets, or two ports"),
+        None if host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte)) => Ok(()),
+        _ => Err("has a host that cannot be"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_advertised_address_has_host_and_port() {
+        let check = |advertise: &str| {
+            let config = BrokerConfig::new(([127, 0, 0, 1], 0).into());
+            BrokerConfig { advertise: Some(advertise.to_owned()), ..config }.check()
+        };
+        for good in ["localhost:6650", "broker_1.example:1", "10.0.0.1:65535", "[::1]:6650", "[2001:db8::2]:80"] {
+            check(good).unwrap();
+        }
+        for (bad, what) in [
+            ("foo", "has no port"),
+            ("[::1]", "has no port"),
+            ("", "has no port"),
+            ("foo:", "a port that"),
+            ("foo:0", "a port that"),
+            ("foo:65536", "a port that"),
+            ("foo:+80", "a port that"),
+            (":6650", "has no host"),
+            ("::1:6650", "without brackets"),
+            ("[x]:6650", "a host that cannot be"),
+            ("a b:6650", "a host that cannot be"),
+            ("pulsar://foo:6650", "has a scheme"),
+        ] {
+            let fault = check(bad).unwrap_err();
+            assert_eq!(fault.kind, FaultKind::InvalidArgument);
+            let text = fault.to_string();
+            assert!(text.contains(what) && text.contains("HOST:PORT"), "{bad}: {text}");
+        }
     }
 }

@@ -165,7 +165,7 @@ fn all_messages(messages: usize) -> Vec<i64> {
     if let Some(last) = words.last_mut()
         && !messages.is_multiple_of(WORD_BITS)
     {
-        *last = (1 << (messages % WORD_BITS)) - 1;
+        *last = (u64::MAX >> (WORD_BITS - messages % WORD_BITS)).cast_signed();
     }
     words
 }
@@ -207,6 +207,21 @@ mod tests {
         assert!(cursor.ack_partly(0, 70, &[3]));
         assert_eq!((cursor.mark(), cursor.wanted(0)), (1, None));
         assert!(cursor.ack_partly(0, 70, &[-1, -1]), "it stays so");
+    }
+
+    #[test]
+    fn batches_of_any_size_are_acknowledged_one_by_one() {
+        for messages in 1..200_u32 {
+            let mut cursor = Cursor::new(0);
+            for index in 0..messages {
+                let mut wanted = [-1_i64; 4];
+                wanted[index as usize / WORD_BITS] &= !(1 << (index as usize % WORD_BITS));
+                assert_eq!(cursor.ack_partly(0, messages, &wanted), index + 1 == messages, "{index} of {messages}");
+                let left: u32 = cursor.wanted(0).map_or(0, |words| words.iter().map(|word| word.count_ones()).sum());
+                assert_eq!(left, messages - index - 1, "{index} of {messages}");
+            }
+            assert_eq!(cursor.mark(), 1);
+        }
     }
 
     proptest! {

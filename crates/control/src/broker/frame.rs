@@ -35,6 +35,8 @@ pub(super) struct BadFrame(pub(super) String);
 pub(super) struct Frame {
     pub(super) command: BaseCommand,
     pub(super) tail: Option<Tail>,
+    /// Why its tail was left out.
+    pub(super) refused: Option<Refused>,
 }
 
 /// A message's metadata and payload as its producer sent them.
@@ -68,10 +70,22 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
     if !tail.is_empty() && !tail.starts_with(&TAIL_MAGIC) {
         return Err(BadFrame("a payload without checksum".to_owned()));
     }
-    if let Some(mut size) = tail.get(METADATA_SIZE)
-        && size.get_u32() as usize > METADATA_BYTES_MAX
-    {
-        return Err(BadFrame(format!("metadata of more than {METADATA_BYTES_MAX} bytes")));
+    if let Some(mut size) = tail.get(METADATA_SIZE) {
+        let metadata_bytes = size.get_u32() as usize;
+        if metadata_bytes > tail.len() - METADATA_SIZE.end {
+            return Err(BadFrame(format!("metadata of {metadata_bytes} bytes in a frame of {total}")));
+        }
+        if metadata_bytes > METADATA_BYTES_MAX {
+            let detail =
+                format!("a message with {metadata_bytes} bytes of metadata; the limit is {METADATA_BYTES_MAX}");
+            let command = BaseCommand::decode(&frame[SIZES_BYTES..SIZES_BYTES + command_bytes])
+                .map_err(|error| BadFrame(error.to_string()))?;
+            return Ok(Some(Frame {
+                command,
+                tail: None,
+                refused: Some(Refused(ServerError::NotAllowedError, detail)),
+            }));
+        }
     }
     // A copy, so that what is stored is exactly as large as what is counted.
     let tail = Bytes::copy_from_slice(tail);
@@ -84,7 +98,7 @@ pub(super) fn take_frame(input: &mut BytesMut, frame_bytes_max: usize) -> Result
         payload_bytes: payload.data.len(),
         metadata: payload.metadata,
     });
-    Ok(Some(Frame { command: message.command, tail }))
+    Ok(Some(Frame { command: message.command, tail, refused: None }))
 }
 
 /// Reads a tail that was verified when it came, and is stored where damage is found by other means.
@@ -159,7 +173,10 @@ mod tests {
     use super::*;
 
     fn send_frame(data: &[u8]) -> BytesMut {
-        let metadata = MessageMetadata { producer_name: "p".to_owned(), sequence_id: 7, ..Default::default() };
+        frame_of(MessageMetadata { producer_name: "p".to_owned(), sequence_id: 7, ..Default::default() }, data)
+    }
+
+    fn frame_of(metadata: MessageMetadata, data: &[u8]) -> BytesMut {
         let command = BaseCommand {
             r#type: base_command::Type::Send as i32,
             send: Some(CommandSend { producer_id: 1, sequence_id: 7, ..Default::default() }),
@@ -221,6 +238,27 @@ mod tests {
         let last = input.len() - 1;
         input[last] ^= 1;
         assert!(take_frame(&mut input, 1000).is_err());
+    }
+
+    #[test]
+    fn large_metadata_is_left_out_and_the_next_frame_is_found() {
+        let large = MessageMetadata { partition_key: Some("k".repeat(METADATA_BYTES_MAX)), ..Default::default() };
+        let mut input = frame_of(large, b"x");
+        input.unsplit(send_frame(b"y"));
+        let frame = take_frame(&mut input, 1 << 20).unwrap().unwrap();
+        assert!(frame.command.send.is_some() && frame.tail.is_none());
+        let Refused(error, detail) = frame.refused.unwrap();
+        assert_eq!(error, ServerError::NotAllowedError);
+        assert!(detail.contains("262154 bytes") && detail.contains("the limit is 262144"), "{detail}");
+        assert!(take_frame(&mut input, 1 << 20).unwrap().unwrap().tail.is_some());
+    }
+
+    #[test]
+    fn metadata_that_is_larger_than_its_frame_is_malformed() {
+        let mut input = send_frame(b"x");
+        let start = SIZES_BYTES + u32::from_be_bytes(input[4..8].try_into().unwrap()) as usize + METADATA_SIZE.start;
+        input[start..start + 4].copy_from_slice(&(METADATA_BYTES_MAX as u32 + 1).to_be_bytes());
+        assert!(take_frame(&mut input, 1 << 20).is_err());
     }
 
     #[test]

@@ -24,10 +24,13 @@ use super::{Broker, replies, tls};
 
 /// Largest frame before the client has shown its token.
 const FRAME_BYTES_BEFORE_CONNECT_MAX: usize = 16 << 10;
-/// Room in a frame for what surrounds the payload.
-const FRAME_BYTES_SLACK: usize = 64 << 10;
-/// No command is read while more than this waits to be sent.
+/// Room in a frame for what surrounds the payload: more than command and metadata may have, so that who sends too much
+/// of either is told.
+const FRAME_BYTES_SLACK: usize = 1 << 20;
+/// No command is read or carried out while more than this waits to be sent.
 const OUTPUT_BYTES_STALLED: usize = 1 << 20;
+/// How long a link's commands may be carried out before it is the other links' turn.
+const TURN_MAX: Duration = Duration::from_millis(2);
 /// Least room to read into.
 const READ_BYTES: usize = 16 << 10;
 /// How long the last words of a link that is closed may take.
@@ -36,6 +39,7 @@ const FAREWELL_MAX: Duration = Duration::from_millis(500);
 /// Serves one link until it ends, the broker stops, or a limit is passed.
 pub(super) async fn serve(broker: Arc<Broker>, stream: TcpStream, link: u64, mut stop: watch::Receiver<bool>) {
     let mut state = Link {
+        peer: stream.peer_addr().ok(),
         pending: Some(Pending(broker.clone())),
         // One time limit for the handshake and the token together.
         silent_until: Instant::now() + broker.config.connect_timeout,
@@ -55,7 +59,7 @@ pub(super) async fn serve(broker: Arc<Broker>, stream: TcpStream, link: u64, mut
             let name = stream.get_ref().1.server_name().map(|name| format!("{name}:{}", local.port()));
             state.serve(*stream, name.unwrap_or_else(|| local.to_string())).await;
         }
-        Err(Close(reason)) => tracing::debug!(link, reason, "broker link closed before it was open"),
+        Err(Close { reason, .. }) => tracing::debug!(link, reason, "broker link closed before it was open"),
     }
 }
 
@@ -63,6 +67,7 @@ pub(super) async fn serve(broker: Arc<Broker>, stream: TcpStream, link: u64, mut
 struct Link {
     broker: Arc<Broker>,
     number: u64,
+    peer: Option<SocketAddr>,
     /// Until it has shown its token.
     pending: Option<Pending>,
     silent_until: Instant,
@@ -96,19 +101,19 @@ impl Link {
     async fn open(&mut self, stream: TcpStream) -> Result<(Opened, SocketAddr), Close> {
         let (local, peer) = match (stream.local_addr(), stream.peer_addr()) {
             (Ok(local), Ok(peer)) => (local, peer),
-            _ => return Err(Close("it was closed at once".to_owned())),
+            _ => return Err(Close::new("it was closed at once".to_owned())),
         };
         let until = self.silent_until;
-        let timed_out = |_| Close(format!("{peer} was silent for too long"));
+        let timed_out = |_| Close::new(format!("{peer} was silent for too long"));
         let speaks_tls = timeout_at(until, tls::speaks_tls(&stream)).await.map_err(timed_out)?;
-        let speaks_tls = speaks_tls.ok_or_else(|| Close(format!("{peer} closed it without a word")))?;
+        let speaks_tls = speaks_tls.ok_or_else(|| Close::new(format!("{peer} closed it without a word")))?;
         let mut stream = AckingStream(stream);
         match (&self.broker.tls, speaks_tls) {
             (None, false) => Ok((Opened::Plain(stream), local)),
             (None, true) => {
                 let reason = "a client speaks TLS, and this port does not: use pulsar://";
                 tracing::warn!(%peer, "the embedded broker closes a link: {reason}");
-                Err(Close(reason.to_owned()))
+                Err(Close::new(reason.to_owned()))
             }
             (Some(_), false) => {
                 let reason = "this port speaks TLS: use pulsar+ssl://";
@@ -119,13 +124,13 @@ impl Link {
                 // What is left unread when a socket is closed would take the answer with it.
                 let _ = timeout_at(until, stream.read(&mut [0; READ_BYTES])).await;
                 farewell(&mut stream, &mut out).await;
-                Err(Close(reason.to_owned()))
+                Err(Close::new(reason.to_owned()))
             }
             (Some(acceptor), true) => match timeout_at(until, acceptor.accept(stream)).await.map_err(timed_out)? {
                 Ok(stream) => Ok((Opened::Tls(Box::new(stream)), local)),
                 Err(error) => {
                     tracing::warn!(%peer, %error, "the embedded broker closes a link: its TLS handshake failed");
-                    Err(Close(error.to_string()))
+                    Err(Close::new(error.to_string()))
                 }
             },
         }
@@ -137,11 +142,11 @@ impl Link {
         let mut session = Session::new(self.broker.clone(), self.number, reached, wake.clone());
         let mut out = BytesMut::new();
         let mut stop = self.stop.clone();
-        let reason = tokio::select! {
-            Close(reason) = self.run(&mut stream, &mut session, &mut out, &wake) => reason,
-            _ = stop.wait_for(|stop| *stop) => "the broker stops".to_owned(),
+        let close = tokio::select! {
+            close = self.run(&mut stream, &mut session, &mut out, &wake) => close,
+            _ = stop.wait_for(|stop| *stop) => Close::new("the broker stops"),
         };
-        tracing::debug!(link = self.number, reason, "broker link closed");
+        self.broker.tell_closed(self.number, self.peer, &close);
         // Its producers and consumers are gone before the client can notice, so that it can come back at once.
         drop(session);
         farewell(&mut stream, &mut out).await;
@@ -159,25 +164,31 @@ impl Link {
         let (mut asked, mut unflushed) = (false, false);
         let (mut reader, mut writer) = tokio::io::split(stream);
         let mut input = BytesMut::new();
+        // Whether commands may have come that wait for the client to take its answers, or for other links' turns.
+        let mut waiting = false;
         let mut held: Option<Held> = None;
         loop {
             if held.is_none() {
                 session.fill(out);
             }
+            let room = OUTPUT_BYTES_STALLED.saturating_sub(out.len());
             tokio::select! {
-                read = reader.read_buf(&mut input), if held.is_none() && out.len() < OUTPUT_BYTES_STALLED => {
-                    match read {
-                        Ok(0) => return Close("the client closed it".to_owned()),
-                        Ok(_) => {}
-                        Err(error) => return Close(error.to_string()),
+                more = more_input(&mut reader, &mut input, waiting),
+                    if held.is_none() && room > 0 && !session.is_behind() =>
+                {
+                    match more {
+                        Ok(true) => {}
+                        Ok(false) => return Close::new("the client closed it"),
+                        Err(error) => return Close::new(error.to_string()),
                     }
                     let mut answers = BytesMut::new();
-                    let handled = handle_all(&broker, session, &mut input, &mut answers);
+                    let handled = handle_some(&broker, session, &mut input, &mut answers, room);
                     held = broker.store().kept().map(|kept| Held { kept, answers: answers.split() });
                     out.unsplit(answers);
-                    if let Err(close) = handled {
-                        return close;
-                    }
+                    waiting = match handled {
+                        Ok(waiting) => waiting,
+                        Err(close) => return close,
+                    };
                     if session.is_connected() {
                         self.pending = None;
                         asked = false;
@@ -186,7 +197,7 @@ impl Link {
                 }
                 written = write_some(&mut writer, out, &mut unflushed), if unflushed || !out.is_empty() => {
                     if let Err(error) = written {
-                        return Close(error.to_string());
+                        return Close::new(error.to_string());
                     }
                 }
                 released = released(&mut held), if held.is_some() => {
@@ -196,7 +207,7 @@ impl Link {
                 () = wake.notified(), if held.is_none() => {}
                 () = sleep_until(self.silent_until) => {
                     if asked || self.pending.is_some() {
-                        return Close("silent for too long".to_owned());
+                        return Close::new("silent for too long".to_owned());
                     }
                     put_command(out, replies::ping());
                     asked = true;
@@ -205,6 +216,20 @@ impl Link {
             }
         }
     }
+}
+
+/// Waits for more to carry out, and returns whether there may be any: bytes from the client, or, when commands have
+/// come already, a turn after the other links'.
+async fn more_input<R: AsyncRead + Unpin>(
+    reader: &mut R,
+    input: &mut BytesMut,
+    waiting: bool,
+) -> std::io::Result<bool> {
+    if waiting {
+        tokio::task::yield_now().await;
+        return Ok(true);
+    }
+    Ok(reader.read_buf(input).await? > 0)
 }
 
 /// The answers that were held, when what they say is kept; with errors instead of receipts when it is not.
@@ -276,13 +301,16 @@ impl AsyncWrite for AckingStream {
     }
 }
 
-/// Carries out all commands that have come whole.
-pub(super) fn handle_all(
+/// Carries out commands that have come whole: until `out` holds `room` bytes, or their turn is over. Returns whether
+/// there may be more.
+pub(super) fn handle_some(
     broker: &Broker,
     session: &mut Session,
     input: &mut BytesMut,
     out: &mut BytesMut,
-) -> Result<(), Close> {
+    room: usize,
+) -> Result<bool, Close> {
+    let started = Instant::now();
     loop {
         let frame_bytes_max = if session.is_connected() {
             broker.config.message_bytes_max + FRAME_BYTES_SLACK
@@ -293,11 +321,117 @@ pub(super) fn handle_all(
             Some(frame) => session.handle(frame, out)?,
             None => break,
         }
+        if out.len() >= room || session.is_behind() || started.elapsed() >= TURN_MAX {
+            return Ok(true);
+        }
     }
     // Room grows with what has come, never with what a size field promises.
     if input.is_empty() && input.capacity() > broker.config.message_bytes_max / 4 {
         *input = BytesMut::new();
     }
     input.reserve(READ_BYTES.max(input.len()));
-    Ok(())
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use pulsar::message::Codec;
+    use pulsar::message::proto::base_command::Type;
+    use pulsar::message::proto::{
+        BaseCommand, CommandConnect, CommandGetSchema, CommandGetTopicsOfNamespace, CommandSeek, Schema,
+    };
+    use tokio_util::codec::Decoder;
+
+    use super::*;
+    use crate::broker::BrokerConfig;
+
+    const TOPIC: &str = "persistent://public/default/t";
+    const SCHEMA_BYTES: usize = 120_000;
+
+    /// A broker, and a session at it that has connected.
+    fn connected() -> (Arc<Broker>, Session) {
+        let (broker, _) = Broker::new(BrokerConfig::new(([127, 0, 0, 1], 0).into())).unwrap();
+        let broker = Arc::new(broker);
+        let mut session = Session::new(broker.clone(), 1, "localhost:6650".to_owned(), Arc::new(Notify::new()));
+        let connect = BaseCommand { connect: Some(CommandConnect::default()), ..command(Type::Connect) };
+        let mut input = frames([connect]);
+        while handle_some(&broker, &mut session, &mut input, &mut BytesMut::new(), usize::MAX).is_ok_and(|more| more) {}
+        assert!(session.is_connected());
+        (broker, session)
+    }
+
+    fn command(kind: Type) -> BaseCommand {
+        BaseCommand { r#type: kind as i32, ..Default::default() }
+    }
+
+    fn frames(commands: impl IntoIterator<Item = BaseCommand>) -> BytesMut {
+        let mut out = BytesMut::new();
+        commands.into_iter().for_each(|command| put_command(&mut out, command));
+        out
+    }
+
+    fn answers(out: &mut BytesMut) -> Vec<BaseCommand> {
+        std::iter::from_fn(|| Codec.decode(out).unwrap()).map(|message| message.command).collect()
+    }
+
+    #[test]
+    fn small_requests_for_large_answers_wait_until_those_are_taken() {
+        let (broker, mut session) = connected();
+        let schema = Schema { schema_data: vec![7; SCHEMA_BYTES], ..Default::default() };
+        broker.store().add_schema(TOPIC, schema).unwrap();
+        let get = |request_id| CommandGetSchema { request_id, topic: TOPIC.to_owned(), schema_version: None };
+        let mut input =
+            frames((0..500).map(|id| BaseCommand { get_schema: Some(get(id)), ..command(Type::GetSchema) }));
+        let mut ids = Vec::new();
+        let mut more = true;
+        while more {
+            let mut out = BytesMut::new();
+            more =
+                handle_some(&broker, &mut session, &mut input, &mut out, OUTPUT_BYTES_STALLED).is_ok_and(|more| more);
+            assert!(out.len() < OUTPUT_BYTES_STALLED + SCHEMA_BYTES + 1000, "{} bytes", out.len());
+            ids.extend(answers(&mut out).into_iter().map(|answer| answer.get_schema_response.unwrap().request_id));
+        }
+        assert_eq!(ids, (0..500).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn answers_that_the_outbox_holds_are_bounded_too() {
+        let (broker, mut session) = connected();
+        let seek = |request_id| CommandSeek { request_id, ..Default::default() };
+        let mut input = frames((0..2000).map(|id| BaseCommand { seek: Some(seek(id)), ..command(Type::Seek) }));
+        // The client takes nothing.
+        for _ in 0..100 {
+            assert!(handle_some(&broker, &mut session, &mut input, &mut BytesMut::new(), 1 << 20).is_ok());
+        }
+        assert!(session.is_behind() && !input.is_empty());
+        let (mut ids, mut more) = (Vec::new(), true);
+        while more {
+            let mut out = BytesMut::new();
+            session.fill(&mut out);
+            ids.extend(answers(&mut out).into_iter().map(|answer| answer.error.unwrap().request_id));
+            more = handle_some(&broker, &mut session, &mut input, &mut out, 1 << 20).is_ok_and(|more| more);
+        }
+        let mut out = BytesMut::new();
+        session.fill(&mut out);
+        ids.extend(answers(&mut out).into_iter().map(|answer| answer.error.unwrap().request_id));
+        assert_eq!(ids, (0..2000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn costly_requests_leave_other_links_their_turns() {
+        let (broker, mut session) = connected();
+        let get = |request_id: u64| CommandGetTopicsOfNamespace {
+            request_id,
+            namespace: "public/default".to_owned(),
+            topics_pattern: Some(format!(r"(?:\pL{{20}}){{60}}{request_id}")),
+            ..Default::default()
+        };
+        let kind = command(Type::GetTopicsOfNamespace);
+        let mut input =
+            frames((0..320).map(|id| BaseCommand { get_topics_of_namespace: Some(get(id)), ..kind.clone() }));
+        let mut out = BytesMut::new();
+        let started = Instant::now();
+        assert!(handle_some(&broker, &mut session, &mut input, &mut out, usize::MAX).is_ok_and(|more| more));
+        assert!(answers(&mut out).len() < 320, "all were carried out in {:?}", started.elapsed());
+    }
 }

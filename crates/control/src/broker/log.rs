@@ -8,13 +8,19 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use pulsar::message::proto::MessageIdData;
+use pulsar::message::proto::{CompressionType, MessageIdData, MessageMetadata, ServerError};
 
 use super::frame::Tail;
 use super::hash::sticky_hash;
+use super::store::Refused;
 
 /// What an entry costs beside its bytes and its key.
 pub(super) const ENTRY_OVERHEAD_BYTES: usize = 192;
+/// Most messages of one batch.
+pub(super) const BATCH_MESSAGES_MAX: u32 = 64 << 10;
+/// Least that a message of a batch takes before compression: the size of its metadata, and the size of its payload in
+/// that.
+const BATCHED_MESSAGE_BYTES_MIN: u32 = 4 + 2;
 
 /// One log.
 #[derive(Debug)]
@@ -71,7 +77,8 @@ impl Entry {
         Self {
             number: 0,
             tail: tail.bytes.clone(),
-            messages: count.and_then(|count| u32::try_from(count).ok()).unwrap_or(1).max(1),
+            // Held down for what a data directory has from before larger ones were refused.
+            messages: batch_messages(metadata).min(BATCH_MESSAGES_MAX),
             hash: sticky_hash(metadata),
             publish_time_ms: metadata.publish_time,
             arrival_ms,
@@ -83,15 +90,45 @@ impl Entry {
         }
     }
 
-    /// What it counts for in limits.
+    /// What it counts for in limits. A batch may be acknowledged in parts, with a bit for each of its messages.
     pub(super) fn cost(&self) -> usize {
-        self.tail.len() + self.key.as_ref().map_or(0, |key| key.len()) + ENTRY_OVERHEAD_BYTES
+        let bits = if self.messages > 1 { (self.messages as usize).div_ceil(8) } else { 0 };
+        self.tail.len() + self.key.as_ref().map_or(0, |key| key.len()) + bits + ENTRY_OVERHEAD_BYTES
     }
 
     /// Whether compaction leaves it out although nothing newer is there.
     fn is_void(&self) -> bool {
         self.tombstone && self.key.is_some()
     }
+}
+
+/// Checks that a batch can have as many messages as it says: consumers' permits and acknowledgements go by that.
+///
+/// # Errors
+/// When it cannot.
+pub(super) fn check_batch(tail: &Tail) -> Result<(), Refused> {
+    let messages = batch_messages(&tail.metadata);
+    let plain = tail.metadata.compression() == CompressionType::None;
+    // Without a size, what a compressed payload holds is not known.
+    let bytes = if plain {
+        tail.payload_bytes
+    } else {
+        tail.metadata.uncompressed_size.map_or(usize::MAX, |size| size as usize)
+    };
+    let fit = (bytes / BATCHED_MESSAGE_BYTES_MIN as usize).min(BATCH_MESSAGES_MAX as usize);
+    if messages > 1 && messages as usize > fit {
+        let detail = format!(
+            "a batch that says it has {messages} messages; one of its size has at most {fit}, and the limit is \
+             {BATCH_MESSAGES_MAX}"
+        );
+        return Err(Refused(ServerError::NotAllowedError, detail));
+    }
+    Ok(())
+}
+
+/// Messages that a batch says it has; 1 without batching.
+fn batch_messages(metadata: &MessageMetadata) -> u32 {
+    metadata.num_messages_in_batch.and_then(|count| u32::try_from(count).ok()).unwrap_or(1).max(1)
 }
 
 impl Log {
@@ -361,6 +398,39 @@ pub(super) mod tests {
         assert_eq!(log.garbage_bytes(), 0);
         assert_eq!(log.bytes_below(log.end()), log.bytes() as u64);
         assert_eq!((log.first_from(0).unwrap().number, log.get(1).is_none(), log.end()), (2, true, 7));
+    }
+
+    #[test]
+    fn a_batch_has_no_more_messages_than_fit_into_it() {
+        let mut batch = tail("", 0);
+        let mut allowed = |messages, payload_bytes, compression: CompressionType, uncompressed_size| {
+            batch.payload_bytes = payload_bytes;
+            batch.metadata.num_messages_in_batch = Some(messages);
+            batch.metadata.compression = Some(compression as i32);
+            batch.metadata.uncompressed_size = uncompressed_size;
+            check_batch(&batch).map_err(|Refused(error, _)| error)
+        };
+        let refused = Err(ServerError::NotAllowedError);
+        let max = BATCH_MESSAGES_MAX as i32;
+        assert_eq!(allowed(2_147_483_584, 60, CompressionType::None, None), refused);
+        assert_eq!(allowed(2_147_483_584, 60, CompressionType::Zstd, Some(u32::MAX)), refused);
+        assert_eq!(allowed(2_147_483_584, 60, CompressionType::Zstd, None), refused);
+        assert_eq!(allowed(11, 60, CompressionType::None, Some(66)), refused);
+        assert_eq!(allowed(10, 60, CompressionType::None, None), Ok(()));
+        assert_eq!(allowed(1, 0, CompressionType::None, None), Ok(()), "nothing is inside of a batch of one");
+        assert_eq!(allowed(1000, 60, CompressionType::Zstd, Some(6000)), Ok(()));
+        assert_eq!(allowed(max, 60, CompressionType::Lz4, Some(1 << 20)), Ok(()));
+        assert_eq!(allowed(max + 1, 60, CompressionType::Lz4, Some(1 << 20)), refused);
+    }
+
+    #[test]
+    fn a_batch_counts_for_what_its_acknowledgement_may_take() {
+        let mut batch = tail("", 0);
+        let alone = Entry::new(&batch, 0).cost();
+        batch.metadata.num_messages_in_batch = Some(800);
+        assert_eq!(Entry::new(&batch, 0).cost(), alone + 100);
+        batch.metadata.num_messages_in_batch = Some(i32::MAX);
+        assert_eq!(Entry::new(&batch, 0).messages, BATCH_MESSAGES_MAX, "one of a directory");
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 #[doc(hidden)]
 pub mod bare;
+mod complaints;
 mod config;
 mod cursor;
 mod dispatch;
@@ -39,12 +40,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gradwire_proto::{Fault, FaultKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use complaints::Complaints;
+use session::Close;
 use storage::{Keeper, Storage};
 use store::{Signals, Store};
 use token::Admission;
@@ -152,6 +155,7 @@ pub(crate) struct Broker {
     signals: Arc<Signals>,
     admission: Admission,
     tls: Option<TlsAcceptor>,
+    complaints: Mutex<Complaints>,
     links: AtomicUsize,
     pending_links: AtomicUsize,
 }
@@ -159,6 +163,7 @@ pub(crate) struct Broker {
 impl Broker {
     /// The broker, and its data directory if it has one.
     fn new(config: BrokerConfig) -> Result<(Self, Option<Storage>), Fault> {
+        config.check()?;
         let tls = config.tls.as_ref();
         let opened = config.data_dir.as_deref().map(|path| Storage::open(path, config.fsync)).transpose()?;
         let signals = Arc::new(Signals::default());
@@ -174,6 +179,7 @@ impl Broker {
             tls: tls.map(BrokerTls::load).transpose()?,
             store: Mutex::new(store),
             signals,
+            complaints: Mutex::default(),
             links: AtomicUsize::new(0),
             pending_links: AtomicUsize::new(0),
             config,
@@ -190,6 +196,19 @@ impl Broker {
     fn url_for(&self, reached: &str) -> String {
         let scheme = if self.tls.is_some() { "pulsar+ssl" } else { "pulsar" };
         format!("{scheme}://{}", self.config.advertise.as_deref().unwrap_or(reached))
+    }
+
+    /// Says why a link is closed: for all to see when its client is at fault, but not again and again.
+    fn tell_closed(&self, link: u64, peer: Option<SocketAddr>, close: &Close) {
+        let reason = &close.reason;
+        if let Some(peer) = peer
+            && close.bad_frame
+            && self.complaints.lock().unwrap_or_else(PoisonError::into_inner).is_new(peer.ip(), reason, Instant::now())
+        {
+            tracing::warn!(%peer, reason, "the embedded broker closes a link: what came is no frame, or is too large");
+        } else {
+            tracing::debug!(link, reason, "broker link closed");
+        }
     }
 
     fn link_settled(&self) {
@@ -274,12 +293,26 @@ fn admit(broker: &Arc<Broker>, stream: TcpStream, peer: SocketAddr, link: u64, s
         return;
     }
     broker.pending_links.fetch_add(1, Ordering::Relaxed);
-    broker.links.fetch_add(1, Ordering::Relaxed);
-    let broker = broker.clone();
+    let place = Place::take(broker.clone());
     tokio::spawn(async move {
-        link::serve(broker.clone(), stream, link, stopped).await;
-        broker.links.fetch_sub(1, Ordering::Relaxed);
+        link::serve(place.0.clone(), stream, link, stopped).await;
     });
+}
+
+/// One of the broker's places for links. It is free again however the link's task ends, a panic included.
+struct Place(Arc<Broker>);
+
+impl Place {
+    fn take(broker: Arc<Broker>) -> Self {
+        broker.links.fetch_add(1, Ordering::Relaxed);
+        Self(broker)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.links.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 fn bind(address: SocketAddr) -> Result<std::net::TcpListener, Fault> {
@@ -320,4 +353,24 @@ fn now_ms() -> u64 {
 
 fn system(detail: String) -> Fault {
     Fault::new(FaultKind::System, detail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_that_panics_gives_its_place_back() {
+        let (broker, _) = Broker::new(BrokerConfig::new(([127, 0, 0, 1], 0).into())).unwrap();
+        let broker = Arc::new(broker);
+        let place = Place::take(broker.clone());
+        assert_eq!(broker.links.load(Ordering::Relaxed), 1);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let link = runtime.spawn(async move {
+            let _place = place;
+            panic!("a bug");
+        });
+        assert!(runtime.block_on(link).unwrap_err().is_panic());
+        assert_eq!(broker.links.load(Ordering::Relaxed), 0);
+    }
 }

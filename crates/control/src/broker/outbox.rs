@@ -29,7 +29,10 @@ pub(super) struct Outbox {
 #[derive(Debug, Default)]
 struct State {
     items: VecDeque<Item>,
+    /// Bytes of the messages among them.
     bytes: usize,
+    /// The commands among them.
+    commands: usize,
     /// Consumers that would have got more.
     stalled: BTreeSet<u64>,
 }
@@ -61,19 +64,26 @@ impl Outbox {
     }
 
     pub(super) fn push_command(&self, command: BaseCommand) {
-        self.state().items.push_back(Item::Command(Box::new(command)));
+        let mut state = self.state();
+        state.items.push_back(Item::Command(Box::new(command)));
+        state.commands += 1;
+        drop(state);
         self.wake.notify_one();
     }
 
     /// Tells a consumer whether it is the active one. What was not sent yet of what it was told before is left out.
     pub(super) fn push_active(&self, command: BaseCommand) {
         let about = command.active_consumer_change.as_ref().map(|change| change.consumer_id);
-        self.state().items.retain(|item| match item {
+        let mut state = self.state();
+        let before = state.items.len();
+        state.items.retain(|item| match item {
             Item::Command(other) => {
                 other.active_consumer_change.as_ref().is_none_or(|change| Some(change.consumer_id) != about)
             }
             Item::Message(_) => true,
         });
+        state.commands -= before - state.items.len();
+        drop(state);
         self.push_command(command);
     }
 
@@ -93,6 +103,11 @@ impl Outbox {
         }
         state.stalled.insert(consumer_id);
         false
+    }
+
+    /// How many commands wait.
+    pub(super) fn commands(&self) -> usize {
+        self.state().commands
     }
 
     /// Takes back what was not sent yet to this consumer, and returns how many messages that was.
@@ -116,7 +131,10 @@ impl Outbox {
         let mut state = self.state();
         while out.len() < bytes_max {
             match state.items.pop_front() {
-                Some(Item::Command(command)) => put_command(out, *command),
+                Some(Item::Command(command)) => {
+                    state.commands -= 1;
+                    put_command(out, *command);
+                }
                 Some(Item::Message(delivery)) => {
                     state.bytes -= delivery.tail.len() + MESSAGE_OVERHEAD_BYTES;
                     delivery.put(out);
@@ -162,6 +180,7 @@ impl Outbox {
     pub(super) fn take_messages(&self) -> Vec<Delivery> {
         let mut state = self.state();
         state.bytes = 0;
+        state.commands = 0;
         let items = std::mem::take(&mut state.items);
         items
             .into_iter()
@@ -180,6 +199,7 @@ impl Outbox {
             }
         }
         state.items = messages;
+        state.commands = 0;
         commands
     }
 }

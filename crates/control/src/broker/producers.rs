@@ -14,6 +14,9 @@ use super::store::Refused;
 
 /// Most producers of one topic, those that wait included.
 const PRODUCERS_MAX: usize = 16 << 10;
+/// Largest epoch that is believed of a topic that is new here: one that was forgotten had some such. Epochs count
+/// producers, and none had more.
+const CLAIMED_EPOCH_MAX: u64 = u32::MAX as u64;
 
 /// A producer, as its client asked for it.
 #[derive(Clone, Debug)]
@@ -110,7 +113,7 @@ impl Producers {
                 return Ok(Admission::Waiting);
             }
             ProducerAccessMode::ExclusiveWithFencing if taken => {
-                self.check_epoch(&producer)?;
+                self.next_epoch(&producer)?;
                 self.fence_all();
             }
             ProducerAccessMode::Exclusive if taken || !self.waiting.is_empty() => {
@@ -123,8 +126,7 @@ impl Producers {
             }
             _ => {}
         }
-        self.check_epoch(&producer)?;
-        Ok(Admission::Ready { topic_epoch: Some(self.make_exclusive(producer)) })
+        Ok(Admission::Ready { topic_epoch: Some(self.make_exclusive(producer)?) })
     }
 
     /// A producer ended. The next one that waits may send.
@@ -159,22 +161,34 @@ impl Producers {
         Ok(())
     }
 
-    fn check_epoch(&self, producer: &Producer) -> Result<(), Refused> {
+    /// The epoch that the topic has once this is its only producer.
+    fn next_epoch(&self, producer: &Producer) -> Result<u64, Refused> {
+        let fenced = |detail| Err(Refused(ServerError::ProducerFenced, detail));
         match (producer.topic_epoch, self.topic_epoch) {
             (Some(had), Some(now)) if had < now => {
-                let detail = format!("Topic epoch has already moved. Current epoch: {now}, Producer epoch: {had}");
-                Err(Refused(ServerError::ProducerFenced, detail))
+                fenced(format!("Topic epoch has already moved. Current epoch: {now}, Producer epoch: {had}"))
             }
-            _ => Ok(()),
+            (Some(had), Some(now)) if had > now => {
+                fenced(format!("Topic never had this epoch. Current epoch: {now}, Producer epoch: {had}"))
+            }
+            (Some(had), None) if had > CLAIMED_EPOCH_MAX => {
+                fenced(format!("Topic never had this epoch. Producer epoch: {had}"))
+            }
+            (Some(had), _) => Ok(had),
+            (None, None) => Ok(0),
+            (None, Some(now)) => match now.checked_add(1) {
+                Some(next) => Ok(next),
+                None => fenced(format!("Topic has no epoch after {now}")),
+            },
         }
     }
 
-    fn make_exclusive(&mut self, producer: Producer) -> u64 {
-        let epoch = producer.topic_epoch.unwrap_or_else(|| self.topic_epoch.map_or(0, |epoch| epoch + 1));
+    fn make_exclusive(&mut self, producer: Producer) -> Result<u64, Refused> {
+        let epoch = self.next_epoch(&producer)?;
         self.topic_epoch = Some(epoch);
         self.exclusive = true;
         self.live.insert(producer.name.clone(), producer);
-        epoch
+        Ok(epoch)
     }
 
     fn fence_all(&mut self) {
@@ -191,14 +205,14 @@ impl Producers {
         while self.live.is_empty()
             && let Some(next) = self.waiting.pop_front()
         {
-            if self.check_epoch(&next).is_err() {
+            if self.next_epoch(&next).is_err() {
                 fence_waiting(&next);
                 continue;
             }
             let (outbox, request_id, name) = (next.outbox.clone(), next.request_id, next.name.clone());
             let version = next.schema_version.clone();
-            let topic_epoch = Some(self.make_exclusive(next));
-            let admission = Admission::Ready { topic_epoch };
+            let Ok(epoch) = self.make_exclusive(next) else { continue };
+            let admission = Admission::Ready { topic_epoch: Some(epoch) };
             outbox.push_command(replies::producer_success(request_id, name, admission, version));
         }
     }
@@ -288,6 +302,30 @@ mod tests {
         assert_eq!(refused(producers.add(again)), ServerError::ProducerFenced);
         let last = Producer { topic_epoch: Some(1), ..producer(3, ExclusiveWithFencing) };
         assert_eq!(producers.add(last).unwrap(), ready(1));
+    }
+
+    #[test]
+    fn an_epoch_that_the_topic_never_gave_is_refused() {
+        let shows = |key, mode, epoch| Producer { topic_epoch: Some(epoch), ..producer(key, mode) };
+        let mut producers = Producers::default();
+        assert_eq!(refused(producers.add(shows(1, Exclusive, u64::MAX))), ServerError::ProducerFenced);
+        // One that comes back to a topic that was forgotten meanwhile.
+        assert_eq!(producers.add(shows(1, Exclusive, 7)).unwrap(), ready(7));
+        for epoch in [8, u64::MAX] {
+            assert_eq!(refused(producers.add(shows(2, ExclusiveWithFencing, epoch))), ServerError::ProducerFenced);
+        }
+        assert!(producers.may_send("p1", 1), "it was not fenced by those");
+        let made_up = shows(3, WaitForExclusive, u64::MAX);
+        let told = made_up.outbox.clone();
+        assert_eq!(producers.add(made_up).unwrap(), Admission::Waiting);
+        producers.remove("p1", 1);
+        assert_eq!(told.take_commands().remove(0).error.unwrap().error, ServerError::ProducerFenced as i32);
+        assert_eq!(producers.add(producer(4, Exclusive)).unwrap(), ready(8));
+        // Whatever is in a data directory.
+        let mut producers = Producers::default();
+        producers.restore_epoch(Some(u64::MAX));
+        assert_eq!(refused(producers.add(producer(5, Exclusive))), ServerError::ProducerFenced);
+        assert_eq!(producers.add(producer(5, Shared)).unwrap(), Admission::Ready { topic_epoch: Some(u64::MAX) });
     }
 
     #[test]

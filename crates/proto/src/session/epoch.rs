@@ -155,8 +155,9 @@ impl Session {
         Some(behind.first().map_or(fault.clone(), |rank| fault.at(*rank)))
     }
 
-    /// Goes on in an epoch with these members, ascending, of which this rank is one. Whoever is no member any more has
-    /// no say from now on. [`Event::Entered`] says what to do next. An epoch that is not later than the present one
+    /// Goes on in an epoch with these members, ascending, of which this rank is one. Each member says how far it is, and
+    /// all come to the same decision: the step that they are in stands if all of them have all of its results, and is
+    /// done again by them, or aborted, otherwise. Whoever is no member any more has no say from now on. [`Event::Entered`] says what to do next. An epoch that is not later than the present one
     /// changes nothing.
     pub fn enter(&mut self, epoch: Epoch, members: &[Rank]) {
         let Some(seat) = members.iter().position(|rank| *rank == self.config.rank) else { return };

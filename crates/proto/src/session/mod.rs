@@ -11,7 +11,8 @@
 //! 4. take its events: [`Session::poll_event`];
 //! 5. sleep no longer than [`Session::poll_timeout`].
 //!
-//! Where members may change, see [`epoch`].
+//! Where members may change, a driver also calls [`Session::enter`] when they do, and [`Session::begin_commit`] at the
+//! end of each step: see there.
 //!
 //! Invariants: a unit's contribution of a step is counted once per rank; a unit is reduced only with all
 //! contributions of one step; nothing is accepted twice, and nothing of another epoch or step. A fault is latched:

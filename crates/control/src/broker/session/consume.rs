@@ -1,6 +1,7 @@
 //! A link's consumers.
 
 use bytes::BytesMut;
+use pulsar::message::proto::command_subscribe::SubType;
 use pulsar::message::proto::{
     BaseCommand, CommandAck, CommandConsumerStatsResponse, CommandRedeliverUnacknowledgedMessages, CommandSeek,
     CommandSubscribe, ServerError, command_ack,
@@ -19,6 +20,10 @@ impl Session {
         if request.subscription.is_empty() {
             return Err(Refused(ServerError::MetadataError, "Empty subscription name".to_owned()));
         }
+        let kind = SubType::try_from(request.sub_type).map_err(|_| {
+            let detail = format!("the embedded broker does not know subscription type {}", request.sub_type);
+            Refused(ServerError::NotAllowedError, detail)
+        })?;
         let mut store = self.broker.store();
         if let Some(open) = self.consumers.get(&request.consumer_id)
             && store.is_seated(open)
@@ -37,7 +42,7 @@ impl Session {
             consumer_id: request.consumer_id,
             name,
             priority: request.priority_level.unwrap_or_default(),
-            kind: request.sub_type(),
+            kind,
             key_shared: request.key_shared_meta.take(),
             epoch: request.consumer_epoch,
             outbox: self.outbox.clone(),

@@ -1,4 +1,4 @@
-//! What one link may do and has: commands in, replies out. No socket and no clock in here.
+//! What one link may do and has: commands in, replies out. No socket in here, and time only bounds work.
 //!
 //! Every request gets exactly one answer, an error where it cannot be served, so that no client waits for its own
 //! time-out. Dropping a session ends its producers and consumers.
@@ -20,12 +20,15 @@ use super::names::{NAME_BYTES_MAX, full_name};
 use super::outbox::Outbox;
 use super::replies;
 use super::store::{Refused, Seat};
+use lookup::LastPattern;
 use produce::OpenProducer;
 
 /// Most producers, and most consumers, of one link.
 const ENDPOINTS_PER_LINK_MAX: usize = 4096;
 /// Messages are added to a link's output until it holds this much. What waits longer stays in the topic's log.
 const OUTPUT_BYTES_FULL: usize = 256 << 10;
+/// No command is carried out while more than this wait in the outbox, of which each may be an answer.
+const OUTBOX_COMMANDS_MAX: usize = 256;
 
 /// One link's state at the broker.
 #[derive(Debug)]
@@ -39,14 +42,25 @@ pub(super) struct Session {
     connected: bool,
     producers: BTreeMap<u64, OpenProducer>,
     consumers: BTreeMap<u64, Seat>,
+    last_pattern: LastPattern,
 }
 
-/// The client is told why, and the link is closed.
-pub(super) struct Close(pub(super) String);
+/// Why a link is closed.
+pub(super) struct Close {
+    pub(super) reason: String,
+    /// What came is no frame, or is too large.
+    pub(super) bad_frame: bool,
+}
+
+impl Close {
+    pub(super) fn new(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), bad_frame: false }
+    }
+}
 
 impl From<BadFrame> for Close {
     fn from(BadFrame(reason): BadFrame) -> Self {
-        Self(reason)
+        Self { reason, bad_frame: true }
     }
 }
 
@@ -55,7 +69,8 @@ impl Session {
     pub(super) fn new(broker: Arc<Broker>, link: u64, reached: String, wake: Arc<Notify>) -> Self {
         let outbox = Arc::new(Outbox::new(wake));
         let (producers, consumers) = (BTreeMap::new(), BTreeMap::new());
-        Self { broker, link, reached, outbox, connected: false, producers, consumers }
+        let last_pattern = LastPattern::default();
+        Self { broker, link, reached, outbox, connected: false, producers, consumers, last_pattern }
     }
 
     /// Whether the client has connected, with the right token where one is wanted.
@@ -63,20 +78,25 @@ impl Session {
         self.connected
     }
 
+    /// Whether the client leaves so much unread that no command of its may be carried out.
+    pub(super) fn is_behind(&self) -> bool {
+        self.outbox.commands() >= OUTBOX_COMMANDS_MAX
+    }
+
     /// Carries out one command and appends the answer to `out`.
     ///
     /// # Errors
     /// When the link must be closed, after `out` is written.
     pub(super) fn handle(&mut self, frame: Frame, out: &mut BytesMut) -> Result<(), Close> {
-        let Frame { command, tail } = frame;
+        let Frame { command, tail, refused } = frame;
         if let Some(connect) = command.connect {
             return self.connect(&connect, out);
         }
         if !self.connected {
-            return Err(Close("a command before CONNECT".to_owned()));
+            return Err(Close::new("a command before CONNECT".to_owned()));
         }
         if let Some(send) = command.send {
-            self.send(&send, tail, out);
+            self.send(&send, refused.map_or(Ok(tail), Err), out);
         } else if let Some(ack) = command.ack {
             self.ack(&ack, out);
         } else if let Some(flow) = command.flow {
@@ -109,13 +129,13 @@ impl Session {
 
     fn connect(&mut self, connect: &CommandConnect, out: &mut BytesMut) -> Result<(), Close> {
         if self.connected {
-            return Err(Close("a second CONNECT".to_owned()));
+            return Err(Close::new("a second CONNECT".to_owned()));
         }
         let method = connect.auth_method_name.as_deref().unwrap_or_default();
         let shown = connect.auth_data.as_deref().unwrap_or_default();
         if let Err(reason) = self.broker.admission.check(method, shown) {
             tracing::warn!(link = self.link, reason, "the embedded broker does not admit a client");
-            let closing = Close(format!("authentication failed: {reason}"));
+            let closing = Close::new(format!("authentication failed: {reason}"));
             put_command(out, replies::error(replies::NO_REQUEST, Refused(ServerError::AuthenticationError, reason)));
             return Err(closing);
         }

@@ -2,7 +2,7 @@
 
 use bytes::BytesMut;
 use pulsar::message::proto::{
-    BaseCommand, CommandProducer, CommandSend, CommandSendReceipt, MessageIdData, ServerError,
+    BaseCommand, CommandProducer, CommandSend, CommandSendReceipt, MessageIdData, ProducerAccessMode, ServerError,
 };
 
 use super::super::frame::{Tail, put_command, put_receipt};
@@ -51,7 +51,10 @@ impl Session {
 
     fn try_open_producer(&mut self, request: CommandProducer) -> Result<(), Refused> {
         let topic = full_name(&request.topic)?;
-        let mode = request.producer_access_mode();
+        let mode = request.producer_access_mode.unwrap_or_default();
+        let mode = ProducerAccessMode::try_from(mode).map_err(|_| {
+            Refused(ServerError::NotAllowedError, format!("the embedded broker does not know access mode {mode}"))
+        })?;
         let asked = request.producer_name.filter(|name| !name.is_empty());
         if let Some(open) = self.producers.get(&request.producer_id)
             && self.broker.store().has_producer(&open.topic, &open.name, open.key)
@@ -94,7 +97,8 @@ impl Session {
         Ok(())
     }
 
-    pub(super) fn send(&mut self, send: &CommandSend, tail: Option<Tail>, out: &mut BytesMut) {
+    /// Stores a message, and answers. Without tail, it says why that was left out.
+    pub(super) fn send(&mut self, send: &CommandSend, tail: Result<Option<Tail>, Refused>, out: &mut BytesMut) {
         match self.store_message(send, tail) {
             Ok(id) => {
                 let receipt = CommandSendReceipt {
@@ -112,10 +116,14 @@ impl Session {
         }
     }
 
-    fn store_message(&mut self, send: &CommandSend, tail: Option<Tail>) -> Result<MessageIdData, NotStored> {
+    fn store_message(
+        &mut self,
+        send: &CommandSend,
+        tail: Result<Option<Tail>, Refused>,
+    ) -> Result<MessageIdData, NotStored> {
         let producer = self.producers.get(&send.producer_id).ok_or_else(no_producer)?;
         let tail =
-            tail.ok_or_else(|| Refused(ServerError::NotAllowedError, "a message without payload frame".to_owned()))?;
+            tail?.ok_or_else(|| Refused(ServerError::NotAllowedError, "a message without payload frame".to_owned()))?;
         let bytes_max = self.broker.config.message_bytes_max;
         if tail.payload_bytes > bytes_max {
             let detail = format!("a message of {} bytes; the limit is {bytes_max}", tail.payload_bytes);

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use gradwire_proto::Fault;
 use tokio::sync::{Notify, oneshot};
 
-use super::{Store, Topic};
+use super::{Store, Topic, subscription_cost};
 use crate::broker::config::BrokerConfig;
 use crate::broker::cursor::Cursor;
 use crate::broker::dispatch::Subscription;
@@ -113,6 +113,8 @@ impl Store {
             let (topic, kept) =
                 store.restore_topic(number, stored).map_err(|what| unreadable(directory, &name, &what))?;
             store.bytes += topic.bytes();
+            store.subscription_bytes +=
+                topic.subscriptions.keys().map(|subscription| subscription_cost(&name, subscription)).sum::<usize>();
             store.topics.insert(name.clone(), topic);
             keeping.kept.insert(name, kept);
         }

@@ -10,6 +10,7 @@
 //! [`Store::acknowledge`], [`Store::seek`] and [`Store::tick`] (time to live).
 
 mod keep;
+mod room;
 
 use std::collections::BTreeMap;
 
@@ -18,13 +19,19 @@ use pulsar::message::proto::{CommandSubscribe, MessageIdData, Schema, ServerErro
 use super::config::BrokerConfig;
 use super::dispatch::{Applicant, Subscription, UnackedLimits};
 use super::frame::Tail;
+<<<<<<< HEAD
 use super::log::{Entry, Log};
 use super::names::{NON_PERSISTENT, check_length};
+=======
+use super::log::{Entry, Log, check_batch};
+use super::names::NON_PERSISTENT;
+>>>>>>> sessionfix
 use super::producers::{Admission, Producer};
 use super::selector::ConsumerKey;
 use super::stats::{ConsumerStats, SubscriptionStats, TopicStats};
 use super::topic::Topic;
 use keep::Keeping;
+use room::subscription_cost;
 
 pub(super) use keep::{Outcome, Signals};
 
@@ -57,6 +64,8 @@ pub(super) struct Store {
     /// The ledger number of the newest topic's message ids: differs between two runs of the broker, and grows.
     ledger: u64,
     bytes: usize,
+    /// What all subscriptions cost.
+    subscription_bytes: usize,
     topics: BTreeMap<String, Topic>,
     names_given: u64,
     keys_given: u64,
@@ -69,8 +78,17 @@ pub(super) struct Store {
 impl Store {
     /// An empty store. `ledger` is larger than that of any earlier one.
     pub(super) fn new(config: BrokerConfig, ledger: u64) -> Self {
-        let (topics, returning) = (BTreeMap::new(), BTreeMap::new());
-        Self { config, ledger, bytes: 0, topics, names_given: 0, keys_given: 0, returning, keeping: None }
+        Self {
+            config,
+            ledger,
+            bytes: 0,
+            subscription_bytes: 0,
+            topics: BTreeMap::new(),
+            names_given: 0,
+            keys_given: 0,
+            returning: BTreeMap::new(),
+            keeping: None,
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -127,8 +145,9 @@ impl Store {
     /// Appends a message and hands it to the topic's consumers, once it is kept where it has to be. Returns its id.
     ///
     /// # Errors
-    /// When the topic or the store is full.
+    /// When the topic or the store is full, or it is a batch that cannot be.
     pub(super) fn append(&mut self, name: &str, tail: &Tail, now_ms: u64) -> Result<MessageIdData, Refused> {
+        check_batch(tail)?;
         self.create_topic(name)?;
         let entry = Entry::new(tail, now_ms);
         self.tidy(name, entry.cost(), now_ms);
@@ -242,6 +261,7 @@ impl Store {
     ) -> Result<(), Refused> {
         let durable = request.durable.unwrap_or(true);
         let compacted = request.read_compacted == Some(true);
+        let added_bytes = self.added_bytes(topic_name, &request.subscription)?;
         if request.force_topic_creation.unwrap_or(true) {
             self.create_topic(topic_name)?;
         }
@@ -255,6 +275,7 @@ impl Store {
             self.note(topic_name);
         }
         if attached.is_ok() {
+            self.subscription_bytes += added_bytes;
             self.returning.remove(&(topic_name.to_owned(), request.subscription.clone()));
         }
         self.remove_topic(topic_name);
@@ -267,9 +288,11 @@ impl Store {
     /// When a limit is passed.
     pub(super) fn ensure_subscription(&mut self, topic: &str, subscription: &str) -> Result<(), Refused> {
         let limits = self.unacked_limits();
+        let added_bytes = self.added_bytes(topic, subscription)?;
         let topic = self.existing(topic)?;
         let (name, first) = (topic.name.clone(), topic.log.first());
         topic.add_subscription(subscription, true, first, limits)?;
+        self.subscription_bytes += added_bytes;
         self.note(&name);
         Ok(())
     }
@@ -305,8 +328,11 @@ impl Store {
 
     fn remove_subscription(&mut self, topic: &str, subscription: &str) {
         let removed = self.topics.get_mut(topic).and_then(|topic| topic.subscriptions.remove(subscription));
-        if removed.is_some_and(|subscription| subscription.durable) {
-            self.note(topic);
+        if let Some(removed) = removed {
+            self.subscription_bytes -= subscription_cost(topic, subscription);
+            if removed.durable {
+                self.note(topic);
+            }
         }
         self.remove_topic(topic);
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use pulsar::message::proto::command_subscribe::{InitialPosition, SubType};
 
+use super::room::SUBSCRIPTION_BYTES_LEAST;
 use super::*;
 use crate::broker::config::TopicPolicy;
 use crate::broker::log::ENTRY_OVERHEAD_BYTES;
@@ -226,4 +227,27 @@ fn a_schema_is_agreed_on_before_anything_is_published() {
     // Bytes without schema contradict any.
     store.append(OTHER, &tail("", 0), 0).unwrap();
     store.topics.get_mut(OTHER).unwrap().take_consumer_schema(schema(Type::String)).unwrap_err();
+}
+
+#[test]
+fn subscriptions_are_bounded_by_what_they_cost() {
+    let mut store = store(keep_all());
+    let cost = subscription_cost(TOPIC, &"n".repeat(500));
+    let room = SUBSCRIPTION_BYTES_LEAST / cost;
+    store.create_topic(TOPIC).unwrap();
+    let name = |number: usize| format!("{number:0>500}");
+    for number in 0..room {
+        store.ensure_subscription(TOPIC, &name(number)).unwrap();
+        store.ensure_subscription(TOPIC, &name(number)).unwrap();
+    }
+    assert_eq!(store.subscription_bytes, room * cost, "each is counted once");
+    let Refused(error, detail) = store.ensure_subscription(TOPIC, &name(room)).unwrap_err();
+    assert_eq!(error, ServerError::NotAllowedError);
+    assert!(detail.contains("limit 1048576"), "{detail}");
+    // Those that are there are served, and the end of one makes room for another.
+    let (seat, _) = subscribe(&mut store, &name(0), true);
+    store.unsubscribe(&seat).unwrap();
+    let (seat, _) = subscribe(&mut store, &name(room), false);
+    store.detach(&seat);
+    assert_eq!(store.subscription_bytes, (room - 1) * cost);
 }
