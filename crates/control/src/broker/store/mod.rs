@@ -19,13 +19,8 @@ use pulsar::message::proto::{CommandSubscribe, MessageIdData, Schema, ServerErro
 use super::config::BrokerConfig;
 use super::dispatch::{Applicant, Subscription, UnackedLimits};
 use super::frame::Tail;
-<<<<<<< HEAD
-use super::log::{Entry, Log};
-use super::names::{NON_PERSISTENT, check_length};
-=======
 use super::log::{Entry, Log, check_batch};
-use super::names::NON_PERSISTENT;
->>>>>>> sessionfix
+use super::names::{NON_PERSISTENT, check_length};
 use super::producers::{Admission, Producer};
 use super::selector::ConsumerKey;
 use super::stats::{ConsumerStats, SubscriptionStats, TopicStats};
