@@ -75,6 +75,7 @@ fn aggregate(args: &AggregateArgs) -> Result<(), Fault> {
     let config = args.config()?;
     let (job, url) = (config.job.job.clone(), config.job.broker.url.clone());
     let aggregator = Aggregator::start(config)?;
+    eprintln!("gradwire: an aggregator of job '{job}' at {url}: it works once a contributor has opened the job");
     let mut told = None;
     let ended = loop {
         if let Some(ended) = aggregator.wait(LOOK) {

@@ -195,8 +195,9 @@ fn an_aggregator_that_lacks_something_says_what() {
     }
     // A broker that is away is waited for, and that is said.
     let mut waiting = Process(aggregator("pulsar://127.0.0.1:1", &[]).spawn().unwrap());
-    let mut line = String::new();
-    BufReader::new(waiting.0.stderr.take().unwrap()).read_line(&mut line).unwrap();
+    let mut lines = BufReader::new(waiting.0.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(lines.next().unwrap().contains("an aggregator of job"));
+    let line = lines.next().unwrap();
     assert!(line.contains("could not be opened"), "{line}");
     let since = Instant::now();
     assert_eq!(waiting.signal(Signal::TERM), Some(0));
