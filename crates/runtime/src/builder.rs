@@ -273,7 +273,7 @@ impl Builder {
             first_step: self.first_step,
             recovery: config.recovery,
         };
-        let retained = config.copies.then(|| Arc::new(Retained::new(config.epoch, self.retain_steps)));
+        let retained = config.copies.then(|| Arc::new(Retained::new(self.retain_steps)));
         if let (Some(control), Some(retained)) = (&control, &retained) {
             control.hold_copies(retained.clone())?;
         }

@@ -10,7 +10,6 @@ use gradwire_proto::{Epoch, Rank, Step, UnitIndex};
 /// used again from step to step.
 #[derive(Debug)]
 pub(crate) struct Retained {
-    epoch: Epoch,
     steps_max: usize,
     /// The latest last.
     steps: Mutex<VecDeque<Kept>>,
@@ -18,6 +17,7 @@ pub(crate) struct Retained {
 
 #[derive(Debug, Default)]
 struct Kept {
+    epoch: Epoch,
     step: Step,
     /// By unit; nothing where the unit had no result in this step.
     units: Vec<Option<Vec<u8>>>,
@@ -26,16 +26,16 @@ struct Kept {
 }
 
 impl Retained {
-    pub(crate) const fn new(epoch: Epoch, steps_max: usize) -> Self {
-        Self { epoch, steps_max, steps: Mutex::new(VecDeque::new()) }
+    pub(crate) const fn new(steps_max: usize) -> Self {
+        Self { steps_max, steps: Mutex::new(VecDeque::new()) }
     }
 
-    /// Keeps a unit's result. A later one of the same step replaces it.
-    pub(crate) fn keep(&self, step: Step, unit: UnitIndex, wire: &[u8]) {
+    /// Keeps a unit's result. A later one of the same epoch and step replaces it.
+    pub(crate) fn keep(&self, epoch: Epoch, step: Step, unit: UnitIndex, wire: &[u8]) {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        if steps.back().is_none_or(|latest| latest.step != step) {
+        if steps.back().is_none_or(|latest| (latest.epoch, latest.step) != (epoch, step)) {
             let mut kept = if steps.len() >= self.steps_max { steps.pop_front() } else { None }.unwrap_or_default();
-            kept.step = step;
+            (kept.epoch, kept.step) = (epoch, step);
             let Kept { units, spare, .. } = &mut kept;
             spare.extend(units.iter_mut().filter_map(Option::take));
             steps.push_back(kept);
@@ -52,11 +52,8 @@ impl Retained {
 
 impl CopyStore for Retained {
     fn copy(&self, _requester: Rank, shard: &ShardVersion) -> Held {
-        if shard.epoch != self.epoch {
-            return Held::No;
-        }
         let steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = steps.iter().rev().find(|kept| kept.step == shard.step);
+        let kept = steps.iter().rev().find(|kept| (kept.epoch, kept.step) == (shard.epoch, shard.step));
         match kept.and_then(|kept| kept.units.get(shard.unit.index())?.as_ref()) {
             Some(wire) => Held::Data(wire.clone()),
             None => Held::No,
@@ -75,10 +72,10 @@ mod tests {
 
     #[test]
     fn the_latest_steps_are_kept_and_their_memory_is_used_again() {
-        let retained = Retained::new(Epoch(1), 2);
+        let retained = Retained::new(2);
         for step in 0..5 {
             for unit in [0, 3] {
-                retained.keep(Step(step), UnitIndex(unit), &[step as u8; 8]);
+                retained.keep(Epoch(1), Step(step), UnitIndex(unit), &[step as u8; 8]);
             }
         }
         assert_eq!(held(&retained, 4, 3), Held::Data(vec![4; 8]));
@@ -89,7 +86,7 @@ mod tests {
         let other_epoch = ShardVersion { epoch: Epoch(2), step: Step(4), unit: UnitIndex(0) };
         assert_eq!(retained.copy(Rank(0), &other_epoch), Held::No);
         // A later operation in the same step replaces the first.
-        retained.keep(Step(4), UnitIndex(0), b"later");
+        retained.keep(Epoch(1), Step(4), UnitIndex(0), b"later");
         assert_eq!(held(&retained, 4, 0), Held::Data(b"later".to_vec()));
         let steps = retained.steps.lock().unwrap();
         assert_eq!(steps.len(), 2);

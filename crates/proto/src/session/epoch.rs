@@ -193,6 +193,13 @@ impl Session {
         self.lay_out_anew(ranks);
         (self.syncing, self.own_sync) = (true, None);
         self.events.push_back(Event::Entered);
+        // What was said of them in the last epoch does not count in this one.
+        for peer in self.others() {
+            if self.peers[peer.index()].down {
+                let detail = format!("the link to {peer} had ended when {epoch} began with it as a member");
+                self.lose(peer, Fault::new(FaultKind::RankDied, detail).at(peer));
+            }
+        }
     }
 
     /// The layout of all that is declared, for the members of this epoch.

@@ -510,3 +510,18 @@ fn a_silent_peer_is_reported_once_and_one_that_is_heard_is_not() {
     assert_eq!(lost.len(), 2, "{lost:?}");
     assert!(lost.iter().all(|(_, peer, at)| *peer == Rank(2) && (2500..=4000).contains(at)), "{lost:?}");
 }
+
+#[test]
+fn a_peer_without_a_link_is_reported_in_every_epoch_that_has_it() {
+    let mut world = World::new(3, &[10], Recovery::Redo, 7);
+    let lost = |world: &mut World| {
+        let session = &mut world.nodes[0].session;
+        let events = core::iter::from_fn(|| session.poll_event());
+        events.filter(|event| matches!(event, Event::Lost { peer: Rank(1), .. })).count()
+    };
+    world.nodes[0].session.handle_link_down(Rank(1), Fault::new(FaultKind::RankDied, "cut"));
+    assert_eq!(lost(&mut world), 1);
+    // The others were quicker to go on without rank 2.
+    world.nodes[0].session.enter(Epoch(2), &[Rank(0), Rank(1)]);
+    assert_eq!(lost(&mut world), 1);
+}

@@ -106,7 +106,7 @@ impl Engine {
         let me = self.rank();
         let ranks = self.capabilities.len().max(self.session.plan().ranks());
         self.capabilities.resize(ranks, Capabilities::default());
-        self.memory.set_aside();
+        self.memory.set_aside(self.session.config().epoch);
         let plan = self.session.plan();
         if let Err(fault) = self.memory.add_round(plan, 0, me, &self.capabilities, &mut *self.transport) {
             self.session.fail(fault);

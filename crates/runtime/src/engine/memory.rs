@@ -7,7 +7,7 @@ use std::sync::Arc;
 use gradwire_proto::bits::Bits;
 use gradwire_proto::frame::Location;
 use gradwire_proto::plan::{BucketPlan, Plan};
-use gradwire_proto::{BucketId, Fault, Rank, Step, UnitIndex};
+use gradwire_proto::{BucketId, Epoch, Fault, Rank, Step, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
 
 use crate::retained::Retained;
@@ -27,6 +27,7 @@ pub(super) struct Memory {
     pub(super) retained: Option<Arc<Retained>>,
     /// The step that the next commit ends.
     pub(super) step: Step,
+    epoch: Epoch,
     /// Writes of earlier epochs that still read memory, and what they may read.
     pub(super) old_writes_in_flight: u32,
     pub(super) old_rounds: Vec<RoundMemory>,
@@ -57,14 +58,16 @@ pub(super) struct BucketMemory {
 }
 
 impl Memory {
-    pub(super) fn new(retained: Option<Arc<Retained>>, step: Step) -> Self {
+    pub(super) fn new(retained: Option<Arc<Retained>>, epoch: Epoch, step: Step) -> Self {
         let (rounds, buckets, crcs) = (Vec::new(), Vec::new(), Vec::new());
         let (old_writes_in_flight, old_rounds) = (0, Vec::new());
-        Self { rounds, buckets, crcs, dirty: Bits::default(), retained, step, old_writes_in_flight, old_rounds }
+        let dirty = Bits::default();
+        Self { rounds, buckets, crcs, dirty, retained, step, epoch, old_writes_in_flight, old_rounds }
     }
 
-    /// Makes room for another layout. What is there stays until nothing reads or writes it any more.
-    pub(super) fn set_aside(&mut self) {
+    /// Makes room for the layout of another epoch. What is there stays until nothing reads or writes it any more.
+    pub(super) fn set_aside(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
         self.old_writes_in_flight += self.buckets.iter().map(|bucket| bucket.writes_in_flight).sum::<u32>();
         self.old_rounds.append(&mut self.rounds);
         self.buckets.clear();
@@ -137,7 +140,7 @@ impl Memory {
     /// Keeps a result for ranks that ask for copies, where that is wanted.
     pub(super) fn retain(&self, unit: UnitIndex, wire: &[u8]) {
         if let Some(retained) = &self.retained {
-            retained.keep(self.step, unit, wire);
+            retained.keep(self.epoch, self.step, unit, wire);
         }
     }
 

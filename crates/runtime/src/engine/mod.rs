@@ -115,7 +115,7 @@ impl Engine {
         Self {
             transport,
             session: Session::new(config.session),
-            memory: Memory::new(config.retained, config.session.first_step),
+            memory: Memory::new(config.retained, config.session.epoch, config.session.first_step),
             slots: Vec::new(),
             capabilities,
             inbox: VecDeque::with_capacity(1024),
