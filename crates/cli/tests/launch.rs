@@ -274,3 +274,23 @@ fn what_makes_no_sense_is_refused_with_the_remedy() {
         assert!(outcome.stderr.contains(words), "{arguments:?}: {}", outcome.stderr);
     }
 }
+
+#[test]
+fn with_enough_ranks_left_the_others_go_on() {
+    let script = "case $RANK in 1) exit 3;; esac; [ \"$GRADWIRE_RECOVERY $GRADWIRE_RANKS_MIN\" = 'redo 2' ] || exit 9; sleep 0.5";
+    let outcome = Launcher::start(&["-n", "3", "--min-ranks", "2"], script).finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    assert!(
+        outcome.stderr.contains("rank 1 on") && outcome.stderr.contains("went on without it"),
+        "{}",
+        outcome.stderr
+    );
+
+    let script = "case $RANK in 0) sleep 30;; *) exit 4;; esac";
+    let outcome = Launcher::start(&["-n", "3", "--min-ranks", "2"], script).finish();
+    assert_eq!(outcome.code(), Some(4), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("then ended by gradwire: rank 0"), "{}", outcome.stderr);
+
+    let refused = Launcher::start(&["-n", "3", "--min-ranks", "4"], "exit 0").finish();
+    assert_eq!(refused.code(), Some(2), "{}", refused.stderr);
+}

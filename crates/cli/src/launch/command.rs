@@ -44,6 +44,9 @@ pub(crate) struct LaunchArgs {
     /// How values travel.
     #[arg(long, value_enum)]
     wire: Option<Wire>,
+    /// Go on without ranks that fail, while so many are left: the ranks get GRADWIRE_RECOVERY=redo, unless it is set.
+    #[arg(long, value_name = "RANKS", value_parser = clap::value_parser!(u32).range(1..))]
+    min_ranks: Option<u32>,
     /// 'embedded' (inside the launcher) or the URL of a Pulsar broker.
     #[arg(long, env = "GRADWIRE_BROKER", default_value = "embedded")]
     broker: BrokerChoice,
@@ -98,11 +101,16 @@ fn plan(args: LaunchArgs) -> Result<LaunchPlan, LaunchError> {
         return Err(LaunchError::usage("--ssh (or GRADWIRE_SSH) is empty: name the ssh command"));
     }
     ssh.extend(args.ssh_args.iter().flat_map(|text| words(text)));
+    let ranks = args.ranks.unwrap_or(slots);
+    if let Some(least) = args.min_ranks.filter(|least| *least > ranks) {
+        return Err(LaunchError::usage(format!("--min-ranks {least} is more than the {ranks} ranks that are started")));
+    }
     Ok(LaunchPlan {
-        ranks: args.ranks.unwrap_or(slots),
+        ranks,
         hosts: args.hosts,
         transport: args.transport,
         wire: args.wire,
+        ranks_min: args.min_ranks,
         broker: args.broker,
         job: args.job,
         env: args.env.iter().map(variable).collect::<Result<_, _>>()?,

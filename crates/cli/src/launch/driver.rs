@@ -57,6 +57,7 @@ pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static)
         remote: plan.remote.clone(),
         instance_hex: identity.instance_hex(),
         ends: vec![None; plan.ranks as usize],
+        ranks_min: plan.ranks_min,
         report: Report::default(),
         stopping: false,
         stop_at: None,
@@ -106,6 +107,8 @@ struct Driver {
     instance_hex: String,
     /// How each rank ended.
     ends: Vec<Option<End>>,
+    /// With at least so many the others go on without ranks that fail.
+    ranks_min: Option<u32>,
     report: Report,
     /// Whether the agents were told to end their ranks.
     stopping: bool,
@@ -239,8 +242,15 @@ impl Driver {
                 self.report.interrupted = Some(signal);
                 self.stop_at.get_or_insert(Instant::now() + INTERRUPT_GRACE);
             }
+            None if self.can_go_on() => self.report.lost.push((rank, host, end)),
             None => self.fail(Failure::Rank { rank, host, end }),
         }
+    }
+
+    /// Whether enough ranks are left that run, or have ended well.
+    fn can_go_on(&self) -> bool {
+        let left = self.ends.iter().filter(|end| end.is_none_or(|end| end.success())).count();
+        self.ranks_min.is_some_and(|least| left >= least as usize)
     }
 
     fn agent_ended(&mut self, index: usize, why: Option<String>) {
@@ -251,9 +261,21 @@ impl Driver {
         agent.lost = true;
         let words = agent.last_words();
         let detail = why.map_or(words.clone(), |why| format!("{why} ({words})"));
-        let failure = Failure::AgentLost { host: agent.placement.host.clone(), ranks: agent.ranks(), detail };
+        let (host, ranks) = (agent.placement.host.clone(), agent.ranks());
         agent.kill();
-        self.fail(failure);
+        let mut gone = Vec::new();
+        for rank in ranks.clone() {
+            let end = &mut self.ends[rank as usize];
+            if end.is_none() {
+                *end = Some(End::Unknown);
+                gone.push((rank, host.clone(), End::Unknown));
+            }
+        }
+        if self.can_go_on() && !self.stopping {
+            self.report.lost.append(&mut gone);
+        } else {
+            self.fail(Failure::AgentLost { host, ranks, detail });
+        }
     }
 
     /// Ends the job because of this, unless it is ending already.
@@ -324,6 +346,7 @@ impl Driver {
             .zip(&self.ends)
             .map(|(rank, end)| (rank, end.unwrap_or(End::Unknown)))
             .filter(|(rank, end)| !end.success() && blamed != Some(*rank))
+            .filter(|(rank, _)| !report.lost.iter().any(|(lost, ..)| lost == rank))
             .collect();
         report
     }

@@ -34,6 +34,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) transport: Option<Transport>,
     /// `GRADWIRE_WIRE` for every rank.
     pub(crate) wire: Option<Wire>,
+    /// With at least so many ranks the job goes on without those that fail; without it, it ends with the first.
+    pub(crate) ranks_min: Option<u32>,
     /// Where the control plane runs.
     pub(crate) broker: BrokerChoice,
     /// The job's name; a fresh one if none is given.
@@ -56,6 +58,7 @@ impl LaunchPlan {
             hosts: Vec::new(),
             transport: None,
             wire: None,
+            ranks_min: None,
             broker: BrokerChoice::Embedded,
             job: None,
             env: Vec::new(),

@@ -77,6 +77,8 @@ pub(crate) struct Report {
     pub(super) last_lines: Vec<Vec<u8>>,
     /// How the other ranks that did not end well ended: rank, end.
     pub(super) others: Vec<(u32, End)>,
+    /// The ranks without which the others went on: rank, host, end.
+    pub(super) lost: Vec<(u32, String, End)>,
     /// The signal that was passed on to the ranks and ended them.
     pub(super) interrupted: Option<i32>,
     /// How many processes ranks had left behind.
@@ -84,7 +86,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Whether every rank exited with 0.
+    /// Whether every rank exited with 0, but for those without which the others went on.
     pub(crate) fn success(&self) -> bool {
         self.failure.is_none() && self.others.is_empty()
     }
@@ -96,7 +98,7 @@ impl Report {
 
     /// Whether there is something to say although all ranks ended well.
     pub(crate) const fn has_notes(&self) -> bool {
-        self.leftovers > 0
+        self.leftovers > 0 || !self.lost.is_empty()
     }
 
     fn code(&self) -> u8 {
@@ -115,7 +117,11 @@ impl fmt::Display for Report {
         match (&self.failure, self.interrupted) {
             (Some(failure), _) => write!(f, "{failure}")?,
             (None, Some(signal)) if !self.others.is_empty() => write!(f, "ended by {}", signal_name(signal))?,
-            (None, _) => write!(f, "all ranks ended well")?,
+            (None, _) if self.lost.is_empty() => write!(f, "all ranks ended well")?,
+            (None, _) => write!(f, "all other ranks ended well")?,
+        }
+        for (rank, host, end) in &self.lost {
+            write!(f, "\n  rank {rank} on {host} {}, and the others went on without it", Words(*end))?;
         }
         if let Some(Failure::Rank { rank, .. }) = &self.failure {
             if self.last_lines.is_empty() {

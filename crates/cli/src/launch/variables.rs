@@ -134,6 +134,12 @@ fn common_variables(
     if let Some(wire) = plan.wire {
         set("GRADWIRE_WIRE", wire.as_str());
     }
+    if let Some(least) = plan.ranks_min {
+        if std::env::var_os("GRADWIRE_RECOVERY").is_none() {
+            set("GRADWIRE_RECOVERY", "redo");
+        }
+        set("GRADWIRE_RANKS_MIN", &least.to_string());
+    }
     variables.extend(plan.env.iter().cloned());
     variables
 }
