@@ -60,10 +60,11 @@ fn aggregator(url: &str, arguments: &[&str]) -> Command {
 /// Starts an aggregator, and waits until it works.
 fn started(url: &str) -> Process {
     let mut process = Process(aggregator(url, &[]).spawn().unwrap());
-    let mut line = String::new();
     let mut errors = BufReader::new(process.0.stderr.take().unwrap());
-    errors.read_line(&mut line).unwrap();
-    assert!(line.contains("of job 'e2e' works at"), "{line}");
+    let mut said = String::new();
+    while !said.contains("of job 'e2e' works at") {
+        assert!(errors.read_line(&mut said).unwrap() > 0, "{said}");
+    }
     std::thread::spawn(move || std::io::copy(&mut errors, &mut std::io::sink()));
     process
 }
