@@ -10,12 +10,10 @@ import hmac
 import json
 import os
 import pathlib
-import random
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,6 +22,7 @@ import urllib.request
 import certificates
 import jars
 from jars import Unusable
+from ports import free_ports, in_use
 
 SUPER_USER = "admin"
 STOP_TIME_MAX_S = 20
@@ -236,31 +235,6 @@ def setting(text: str) -> tuple[str, str]:
     if not key or not equals or "\n" in text:
         raise Unusable(f"--set {text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now, all different.
-
-    From below those that systems give to outgoing connections: a client that tries again and again to reach a broker
-    that is away could get its port, and be connected to itself.
-    """
-    found = []
-    while len(found) < count:
-        port = random.randrange(20_000, 32_000)
-        if port not in found and not in_use(port):
-            found.append(port)
-    return found
-
-
-def in_use(port: int) -> bool:
-    with socket.socket() as one:
-        # As servers do: what is left of closed connections does not count.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
 
 
 def java_17() -> str:

@@ -3,10 +3,9 @@
 import ctypes
 import json
 import pathlib
-import random
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -16,6 +15,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 STANDALONE = ROOT / "ci" / "pulsar" / "standalone"
 COMPACTION_TIME_MAX_S = 60
 
+sys.path.append(str(STANDALONE.parent))
+from ports import free_ports  # noqa: E402
+
 
 class Embedded:
     """`gradwire broker`, with a directory that it keeps its topics in."""
@@ -23,7 +25,7 @@ class Embedded:
     def __init__(self, gradwire: pathlib.Path):
         self.gradwire = gradwire
         self.data = tempfile.TemporaryDirectory(prefix="gradwire-judge-")
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         self.url = f"pulsar://{self.address}"
         self.start()
 
@@ -44,20 +46,6 @@ class Embedded:
 
     def compact(self, topic: str):
         """Nothing to do: it compacts by itself."""
-
-
-def free_port() -> int:
-    """A port that nobody uses now, from below those that systems give to outgoing connections: a client that tries
-    again and again to reach a broker that is away could get its port, and be connected to itself."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                one.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
 
 
 def end_with_parent():
