@@ -113,7 +113,7 @@ impl Link {
             (None, true) => {
                 let reason = "a client speaks TLS, and this port does not: use pulsar://";
                 tracing::warn!(%peer, "the embedded broker closes a link: {reason}");
-                Err(Close::new(reason.to_owned()))
+                Err(Close::new(reason))
             }
             (Some(_), false) => {
                 let reason = "this port speaks TLS: use pulsar+ssl://";
@@ -124,7 +124,7 @@ impl Link {
                 // What is left unread when a socket is closed would take the answer with it.
                 let _ = timeout_at(until, stream.read(&mut [0; READ_BYTES])).await;
                 farewell(&mut stream, &mut out).await;
-                Err(Close::new(reason.to_owned()))
+                Err(Close::new(reason))
             }
             (Some(acceptor), true) => match timeout_at(until, acceptor.accept(stream)).await.map_err(timed_out)? {
                 Ok(stream) => Ok((Opened::Tls(Box::new(stream)), local)),

@@ -93,7 +93,7 @@ impl Session {
             return self.connect(&connect, out);
         }
         if !self.connected {
-            return Err(Close::new("a command before CONNECT".to_owned()));
+            return Err(Close::new("a command before CONNECT"));
         }
         if let Some(send) = command.send {
             self.send(&send, refused.map_or(Ok(tail), Err), out);
@@ -129,7 +129,7 @@ impl Session {
 
     fn connect(&mut self, connect: &CommandConnect, out: &mut BytesMut) -> Result<(), Close> {
         if self.connected {
-            return Err(Close::new("a second CONNECT".to_owned()));
+            return Err(Close::new("a second CONNECT"));
         }
         let method = connect.auth_method_name.as_deref().unwrap_or_default();
         let shown = connect.auth_data.as_deref().unwrap_or_default();
