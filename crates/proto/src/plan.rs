@@ -6,6 +6,7 @@
 //! meet in it, into units.
 
 use alloc::string::String;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
 
@@ -106,7 +107,7 @@ pub struct UnitPlan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The ranks that share the work, ascending.
-    pub members: Vec<Rank>,
+    pub members: Arc<[Rank]>,
     /// By [`TensorId`].
     pub tensors: Vec<TensorPlan>,
     /// By [`BucketId`].
@@ -118,7 +119,7 @@ pub struct Plan {
 impl Plan {
     /// A plan for these ranks, ascending, with nothing declared.
     #[must_use]
-    pub const fn new(members: Vec<Rank>) -> Self {
+    pub const fn new(members: Arc<[Rank]>) -> Self {
         Self { members, tensors: Vec::new(), buckets: Vec::new(), units: Vec::new() }
     }
 
@@ -144,6 +145,31 @@ impl Plan {
     #[must_use]
     pub fn unit(&self, index: UnitIndex) -> &UnitPlan {
         &self.units[index.index()]
+    }
+
+    /// The bytes of a run of units within their bucket, as it lies on the wire.
+    #[must_use]
+    pub fn run_bytes(&self, first: UnitIndex, count: u32) -> Range<u64> {
+        let (start, last) = (self.unit(first), self.unit(UnitIndex(first.0 + count.max(1) - 1)));
+        let bucket = self.bucket(start.bucket);
+        bucket.wire_bytes(start.in_bucket)..bucket.wire_bytes(last.in_bucket + u64::from(last.elements))
+    }
+
+    /// How many bytes on the wire behind the start of its owner's block this unit begins.
+    #[must_use]
+    pub fn bytes_in_block(&self, unit: UnitIndex) -> u64 {
+        let unit = self.unit(unit);
+        let bucket = self.bucket(unit.bucket);
+        let block = self.units[bucket.owned[unit.owner.index()].start as usize].in_bucket;
+        bucket.wire_bytes(unit.in_bucket - block)
+    }
+
+    /// Bytes on the wire of all units of the bucket that a rank owns.
+    #[must_use]
+    pub fn owned_bytes(&self, bucket: &BucketPlan, owner: Rank) -> u64 {
+        let owned = &bucket.owned[owner.index()];
+        let units = &self.units[owned.start as usize..owned.end as usize];
+        units.iter().map(|unit| bucket.wire_bytes(u64::from(unit.elements))).sum()
     }
 
     /// Adds a round of declarations, in the agreed order. They get the next ids.

@@ -302,7 +302,7 @@ impl Group {
     /// operations are in flight. [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or
     /// away for too long: the step has ended all the same, with its results; only its version is not on record.
     pub fn commit(&self) -> Result<Commit, Fault> {
-        let Committed { made, replaced } = if self.identity.recovery == Recovery::Fail {
+        let Committed { made, replaced, rejected } = if self.identity.recovery == Recovery::Fail {
             self.driver.with_engine(|engine| engine.commit())
         } else {
             self.driver.with_engine(|engine| engine.begin_commit(self.identity.deadline))?;
@@ -312,7 +312,7 @@ impl Group {
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let Made { epoch, contributors, crcs } = made;
         if let Some(control) = &self.control {
-            audit_rejected(control, self.driver.with_engine(crate::engine::Engine::take_rejected));
+            audit_rejected(control, rejected);
             let record = VersionRecord { epoch, step, owner: self.rank(), contributors: contributors.clone(), crcs };
             control.publish_version(record).inspect_err(|_| {
                 self.versions_dropped.fetch_add(1, Ordering::Relaxed);

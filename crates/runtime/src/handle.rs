@@ -71,17 +71,18 @@ impl TensorShared {
     /// Takes back a result that its handle has not taken: the operation is in flight again. Nothing if it was taken, or
     /// nobody wants it.
     pub(crate) fn take_back(&self) -> Option<OpResult> {
-        let result = if self.is_ready() { self.results.pop() } else { None };
-        if result.is_some() {
-            self.state.store(IN_FLIGHT, Ordering::Release);
-        }
-        result
+        self.take_to(IN_FLIGHT)
     }
 
     fn take(&self) -> Option<OpResult> {
+        self.take_to(IDLE)
+    }
+
+    /// Takes the result, if it is there. The tensor is in this state then.
+    fn take_to(&self, state: u8) -> Option<OpResult> {
         let result = if self.is_ready() { self.results.pop() } else { None };
         if result.is_some() {
-            self.state.store(IDLE, Ordering::Release);
+            self.state.store(state, Ordering::Release);
         }
         result
     }

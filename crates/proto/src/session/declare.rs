@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use core::mem;
 
 use super::state::{BucketState, Outgoing, PeerState, TensorState};
-use super::{Event, Session, name_ranks};
+use super::{Event, Session, at_first, name_ranks};
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FrameHeader, Location};
 use crate::ids::Rank;
@@ -102,7 +102,7 @@ impl Session {
             peer.manifest_len = None;
             let manifest = mem::take(&mut peer.manifest);
             // Whoever is no member has no say.
-            if rank != self.config.rank && self.members.contains(&rank) { manifest } else { own.clone() }
+            if rank != self.config.rank && self.plan.members.contains(&rank) { manifest } else { own.clone() }
         };
         self.rounds_taken += 1;
         self.peers.iter_mut().zip((0..).map(Rank)).map(take).collect()
@@ -129,14 +129,8 @@ impl Session {
         while self.tensors.len() < self.plan.tensors.len() {
             self.tensors.push(TensorState::new(self.config.first_step, world));
         }
-        for bucket in &self.plan.buckets[first..] {
-            let tensors = self.plan.units[bucket.units.start as usize..bucket.units.end as usize]
-                .chunk_by(|a, b| a.tensor == b.tensor)
-                .count();
-            let step = |_| self.config.first_step;
-            self.buckets.push(BucketState::new(bucket, tensors as u32, self.config.rank, world, step));
-            self.priorities.push(i32::MIN);
-        }
+        self.add_buckets(first);
+        self.priorities.resize(self.plan.buckets.len(), i32::MIN);
         for tensor in &self.plan.tensors {
             let priority = &mut self.priorities[tensor.bucket.index()];
             *priority = (*priority).max(tensor.priority);
@@ -144,11 +138,22 @@ impl Session {
         // Nothing grows once operations run.
         self.queue.reserve(self.plan.buckets.len());
         self.active.reserve(self.plan.tensors.len());
+        self.touched.reserve(self.plan.tensors.len());
         self.events.reserve(self.plan.tensors.len() + 16);
-        let owned: usize = self.buckets.iter().map(|state| state.owned.len()).sum();
-        self.work.reserve(owned);
         self.outgoing.reserve(self.plan.tensors.len().min(4096) + 4 * world);
         first as u32
+    }
+
+    /// Makes the states of the plan's buckets from `first` on, before their next operations.
+    pub(super) fn add_buckets(&mut self, first: usize) {
+        for bucket in &self.plan.buckets[first..] {
+            let units = &self.plan.units[bucket.units.start as usize..bucket.units.end as usize];
+            let tensors = units.chunk_by(|a, b| a.tensor == b.tensor).count();
+            let step = |unit: u32| self.tensors[self.plan.units[unit as usize].tensor.index()].step;
+            self.buckets.push(BucketState::new(bucket, tensors as u32, self.config.rank, self.peers.len(), step));
+        }
+        let owned: usize = self.buckets.iter().map(|state| state.owned.len()).sum();
+        self.work.reserve(owned);
     }
 
     pub(super) fn handle_ready(&mut self, peer: Rank, header: &FrameHeader) -> Result<(), Fault> {
@@ -228,6 +233,6 @@ impl Session {
             name_ranks(behind.iter().copied())
         );
         let fault = Fault::new(FaultKind::NotOffered, detail);
-        behind.first().map_or(fault.clone(), |rank| fault.at(*rank))
+        at_first(fault, &behind)
     }
 }

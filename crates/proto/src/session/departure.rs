@@ -137,7 +137,7 @@ impl Session {
     /// Ranks whose contributions this rank, as owner, waits for in the tensor's current step.
     pub(super) fn missing_contributors(&self, tensor: TensorId) -> impl Iterator<Item = Rank> + '_ {
         let inactive = !self.tensors[tensor.index()].active;
-        self.members.iter().copied().filter(move |rank| {
+        self.members().iter().copied().filter(move |rank| {
             if *rank == self.config.rank { inactive } else { self.lacks_contribution(tensor, *rank) }
         })
     }

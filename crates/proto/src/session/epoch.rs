@@ -20,10 +20,11 @@
 
 use alloc::format;
 use alloc::vec::Vec;
+use core::mem;
 
-use super::state::{BucketState, Outgoing, PeerState, Sync};
+use super::state::{Outgoing, PeerState, Sync};
 use super::transmit::Body;
-use super::{Event, Recovery, Session, name_ranks};
+use super::{Event, Recovery, Session, at_first, name_ranks};
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
@@ -116,9 +117,8 @@ impl Session {
     /// The step is final.
     fn pass(&mut self) {
         self.commits += 1;
-        for tensor in &mut self.tensors {
-            tensor.base = tensor.step;
-            tensor.since_commit = 0;
+        for tensor in self.touched.drain(..) {
+            self.tensors[tensor.index()].since_commit = 0;
         }
     }
 
@@ -132,7 +132,7 @@ impl Session {
                 name_ranks(behind.iter().copied())
             );
             let fault = Fault::new(FaultKind::NotOffered, detail);
-            behind.first().map_or(fault.clone(), |rank| fault.at(*rank))
+            at_first(fault, &behind)
         })
     }
 
@@ -152,7 +152,7 @@ impl Session {
         let detail =
             format!("{} did not enter {} before the deadline", name_ranks(behind.iter().copied()), self.config.epoch);
         let fault = Fault::new(FaultKind::DeadlineExceeded, detail);
-        Some(behind.first().map_or(fault.clone(), |rank| fault.at(*rank)))
+        Some(at_first(fault, &behind))
     }
 
     /// Goes on in an epoch with these members, ascending, of which this rank is one. Each member says how far it is, and
@@ -166,7 +166,6 @@ impl Session {
         }
         self.config.epoch = epoch;
         self.seat = seat;
-        self.members = members.into();
         let ranks = self.peers.len().max(members.last().map_or(0, |last| last.index() + 1));
         self.peers.resize_with(ranks, PeerState::default);
         for (peer, rank) in self.peers.iter_mut().zip((0..).map(Rank)) {
@@ -190,7 +189,7 @@ impl Session {
         if let Some(committing) = &mut self.committing {
             committing.said = false;
         }
-        self.lay_out_anew(ranks);
+        self.lay_out_anew(members);
         (self.syncing, self.own_sync) = (true, None);
         self.events.push_back(Event::Entered);
         // What was said of them in the last epoch does not count in this one.
@@ -203,23 +202,16 @@ impl Session {
     }
 
     /// The layout of all that is declared, for the members of this epoch.
-    fn lay_out_anew(&mut self, ranks: usize) {
-        self.plan = Plan::new(self.members.to_vec());
+    fn lay_out_anew(&mut self, members: &[Rank]) {
+        self.plan = Plan::new(members.into());
         for round in &self.declared {
             self.plan.extend(round);
         }
         for tensor in &mut self.tensors {
-            tensor.reset(ranks);
+            tensor.reset(self.peers.len());
         }
         self.buckets.clear();
-        for bucket in &self.plan.buckets {
-            let units = &self.plan.units[bucket.units.start as usize..bucket.units.end as usize];
-            let tensors = units.chunk_by(|a, b| a.tensor == b.tensor).count();
-            let step = |unit: u32| self.tensors[self.plan.units[unit as usize].tensor.index()].step;
-            self.buckets.push(BucketState::new(bucket, tensors as u32, self.config.rank, ranks, step));
-        }
-        let owned: usize = self.buckets.iter().map(|state| state.owned.len()).sum();
-        self.work.reserve(owned);
+        self.add_buckets(0);
     }
 
     /// Memory is laid out by the new plan: tells every member how far this rank is, and where its contributions are to
@@ -228,11 +220,11 @@ impl Session {
         if !self.syncing || self.own_sync.is_some() {
             return;
         }
-        let touched = self.touched();
+        let touched = self.touched.iter();
         let is_empty = |tensor: &&TensorId| self.plan.tensor(**tensor).elements == 0;
         let empties: Vec<(TensorId, Step)> =
-            touched.iter().filter(is_empty).map(|tensor| (*tensor, self.tensors[tensor.index()].step)).collect();
-        let stuck = touched.iter().any(|tensor| self.is_stuck(*tensor)) || empties.len() > EMPTIES_MAX;
+            touched.clone().filter(is_empty).map(|tensor| (*tensor, self.tensors[tensor.index()].step)).collect();
+        let stuck = touched.clone().any(|tensor| self.is_stuck(*tensor)) || empties.len() > EMPTIES_MAX;
         self.own_sync = Some(Sync {
             epoch: self.config.epoch,
             commits: self.commits,
@@ -254,12 +246,6 @@ impl Session {
     #[must_use]
     pub fn is_syncing(&self) -> bool {
         self.syncing || self.others().any(|peer| !self.peers[peer.index()].open)
-    }
-
-    /// Tensors that were posted since the last commit.
-    fn touched(&self) -> Vec<TensorId> {
-        let tensors = self.tensors.iter().zip((0..).map(TensorId));
-        tensors.filter(|(state, _)| state.since_commit > 0).map(|(_, tensor)| tensor).collect()
     }
 
     /// Whether this rank cannot do its part of what was posted on the tensor in this step again.
@@ -372,16 +358,16 @@ impl Session {
                 self.finish_if_complete(tensor);
             }
         }
-        let empties: Vec<TensorId> =
-            self.touched().into_iter().filter(|tensor| self.plan.tensor(*tensor).elements == 0).collect();
-        for tensor in empties {
-            self.expect(tensor);
+        for tensor in self.touched.clone() {
+            if self.plan.tensor(tensor).elements == 0 {
+                self.expect(tensor);
+            }
         }
     }
 
     /// Everything that was posted in this step begins anew, what was done too.
     fn redo_step(&mut self, now: u64) {
-        for tensor in self.touched() {
+        for tensor in self.touched.clone() {
             if self.plan.tensor(tensor).elements == 0 {
                 continue;
             }
@@ -401,7 +387,7 @@ impl Session {
 
     /// The step's operations end without a result, and the step begins anew.
     fn abort_step(&mut self) {
-        for tensor in self.touched() {
+        for tensor in mem::take(&mut self.touched) {
             let state = &mut self.tensors[tensor.index()];
             (state.step, state.since_commit, state.active) = (state.base, 0, false);
             self.expect(tensor);
@@ -411,7 +397,7 @@ impl Session {
         let detail = format!(
             "a rank was lost in the middle of this step, and its operations cannot be done again: repeat the step from its beginning; {} goes on with {}",
             self.config.epoch,
-            name_ranks(self.members.iter().copied())
+            name_ranks(self.members().iter().copied())
         );
         self.events.push_back(Event::Aborted(Fault::new(FaultKind::StepAborted, detail)));
     }
@@ -434,7 +420,7 @@ impl Session {
     }
 
     pub(super) fn next_heartbeat(&self) -> Option<u64> {
-        (self.config.recovery != Recovery::Fail && self.members.len() > 1).then_some(self.heartbeat_at)
+        (self.config.recovery != Recovery::Fail && self.members().len() > 1).then_some(self.heartbeat_at)
     }
 
     /// Tells every peer that this rank is there, and finds those that are silent.

@@ -6,15 +6,15 @@ use alloc::vec::Vec;
 
 use proptest::prelude::*;
 
+use super::super::tests::{JOB, declaration};
 use super::super::transmit::MessageBytes;
 use super::super::*;
-use crate::dtype::{Collective, DType, ReduceOp, WireFormat};
-use crate::frame::{FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location};
-use crate::ids::{BucketId, Epoch};
+use crate::dtype::Collective;
+use crate::frame::{FrameHeader, FrameKind, Location};
+use crate::ids::Epoch;
 use crate::limits::FRAME_HEADER_BYTES;
 use crate::manifest::Declaration;
 
-const JOB: JobTag = JobTag(*b"another jobs tag");
 const STEPS: u64 = 4;
 
 /// What a unit's result was made of: the epoch in which it was reduced, and by whom.
@@ -65,17 +65,8 @@ struct World {
 }
 
 fn declarations(sizes: &[u64]) -> Vec<Declaration> {
-    let name = |index: usize| alloc::format!("t{index}");
-    let one = |(index, size): (usize, &u64)| Declaration {
-        name: name(index),
-        shape: vec![*size],
-        dtype: DType::F32,
-        collective: Collective::AllReduce,
-        reduce: ReduceOp::Sum,
-        wire: WireFormat::Fp32,
-        priority: 0,
-    };
-    sizes.iter().enumerate().map(one).collect()
+    let named = |(index, size): (usize, &u64)| declaration(&alloc::format!("t{index}"), *size, Collective::AllReduce);
+    sizes.iter().enumerate().map(named).collect()
 }
 
 impl World {
@@ -176,7 +167,7 @@ impl World {
         while moved < most
             && let Some(transmit) = node.session.poll_transmit(self.now + 1_000_000_000)
         {
-            let header = header(&node.session, &transmit);
+            let header = node.session.header(&transmit);
             let units = transmit.unit_first.0..transmit.unit_first.0 + transmit.unit_count;
             let origins = match header.kind {
                 FrameKind::Result => units.map(|unit| node.results[unit as usize].clone().unwrap()).collect(),
@@ -364,27 +355,6 @@ impl World {
             }
         }
     }
-}
-
-fn header(session: &Session, transmit: &Transmit) -> FrameHeader {
-    let plan = session.plan();
-    let bucket = plan.bucket(transmit.bucket);
-    let units = &plan.units[transmit.unit_first.index()..transmit.unit_first.index() + transmit.unit_count as usize];
-    let elements: u64 = units.iter().map(|unit| u64::from(unit.elements)).sum();
-    let kind = if matches!(transmit.data, Data::Result { .. }) { FrameKind::Result } else { FrameKind::Contribution };
-    let mut header = FrameHeader::new(kind, session.config().epoch);
-    header.bucket = BucketId(transmit.bucket.0);
-    header.unit_first = transmit.unit_first;
-    header.unit_count = transmit.unit_count;
-    header.step = transmit.step;
-    header.commits = transmit.commits;
-    if transmit.data == Data::Offer {
-        header.flags = FLAG_OFFER;
-    } else {
-        header.dtype = Some(bucket.wire);
-        header.payload_len = bucket.wire_bytes(elements) as u32;
-    }
-    header
 }
 
 fn sizes() -> impl Strategy<Value = Vec<u64>> {

@@ -52,8 +52,7 @@ pub use types::{Counters, Data, Event, Recovery, Rejected, SessionConfig, Timing
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
-    /// The ranks that take part, ascending, and this rank's place among them.
-    members: Arc<[Rank]>,
+    /// This rank's place among the members.
     seat: usize,
     plan: Plan,
     tensors: Vec<TensorState>,
@@ -65,6 +64,8 @@ pub struct Session {
     queue: Vec<BucketId>,
     /// Tensors with an operation in flight, in no order.
     active: Vec<TensorId>,
+    /// Tensors that were posted since the last commit.
+    touched: Vec<TensorId>,
     outgoing: VecDeque<Outgoing>,
     work: VecDeque<Work>,
     events: VecDeque<Event>,
@@ -94,19 +95,18 @@ impl Session {
     /// A session with nothing declared.
     #[must_use]
     pub fn new(config: SessionConfig) -> Self {
-        let members: Vec<Rank> = (0..config.world_size).map(Rank).collect();
-        let world = members.len();
+        let world = config.world_size as usize;
         Self {
             config,
             seat: config.rank.index(),
-            plan: Plan::new(members.clone()),
-            members: members.into(),
+            plan: Plan::new((0..config.world_size).map(Rank).collect()),
             tensors: Vec::new(),
             buckets: Vec::new(),
             peers: (0..world).map(|_| PeerState { open: true, ..PeerState::default() }).collect(),
             priorities: Vec::new(),
             queue: Vec::new(),
             active: Vec::new(),
+            touched: Vec::new(),
             outgoing: VecDeque::with_capacity(4 * world + 64),
             work: VecDeque::new(),
             events: VecDeque::new(),
@@ -137,7 +137,7 @@ impl Session {
     /// The ranks that take part in this epoch, ascending.
     #[must_use]
     pub fn members(&self) -> &[Rank] {
-        &self.members
+        &self.plan.members
     }
 
     /// Who this rank is.
@@ -207,6 +207,10 @@ impl Session {
         }
         let timing = &self.config.timing;
         state.begin(now, deadline_ns.unwrap_or(timing.deadline_ns), timing.resend_ns);
+        if state.since_commit == 0 {
+            state.base = step;
+            self.touched.push(tensor);
+        }
         state.since_commit = state.since_commit.saturating_add(1);
         state.active_at = self.active.len();
         self.active.push(tensor);
@@ -257,7 +261,7 @@ impl Session {
         tensor_state.acks_missing = match collective {
             _ if !acked => 0,
             Collective::ReduceScatter => owners as u32,
-            _ if owns => self.members.len() as u32 - 1,
+            _ if owns => self.plan.members.len() as u32 - 1,
             _ => 0,
         };
         self.enqueue(bucket);
@@ -292,7 +296,7 @@ impl Session {
         let plan = self.plan.unit(unit);
         let state = &mut self.buckets[plan.bucket.index()];
         if contributes {
-            if state.arrived_count[own] as usize == self.members.len() {
+            if state.arrived_count[own] as usize == self.plan.members.len() {
                 self.work.push_back(Work::Reduce(unit));
             }
         } else if rank == self.config.rank {
@@ -445,8 +449,16 @@ impl Session {
 
     /// Peers other than this rank, beginning with the next one.
     fn others(&self) -> impl Iterator<Item = Rank> + use<> {
-        let (members, me) = (Arc::clone(&self.members), self.seat);
+        let (members, me) = (Arc::clone(&self.plan.members), self.seat);
         (1..members.len()).map(move |distance| members[(me + distance) % members.len()])
+    }
+}
+
+/// The fault with the first of these ranks as the one that is to blame, if there is one.
+fn at_first(fault: Fault, ranks: &[Rank]) -> Fault {
+    match ranks.first() {
+        Some(rank) => fault.at(*rank),
+        None => fault,
     }
 }
 

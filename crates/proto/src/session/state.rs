@@ -15,7 +15,7 @@ use crate::plan::BucketPlan;
 #[derive(Debug)]
 pub(super) struct TensorState {
     pub(super) step: Step,
-    /// The step that it was at after the last commit, and how many operations were posted since.
+    /// How many operations were posted since the last commit, and the step of the first of them.
     pub(super) base: Step,
     pub(super) since_commit: u32,
     pub(super) active: bool,

@@ -9,12 +9,12 @@ use proptest::prelude::*;
 use super::transmit::MessageBytes;
 use super::*;
 use crate::dtype::{DType, ReduceOp, WireFormat};
-use crate::frame::{FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location};
+use crate::frame::{FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location};
 use crate::ids::{Attempt, Epoch};
 use crate::limits::FRAME_HEADER_BYTES;
 use crate::manifest::Declaration;
 
-const JOB: JobTag = JobTag(*b"a job's own tag!");
+pub(super) const JOB: JobTag = JobTag(*b"a job's own tag!");
 const MS: u64 = 1_000_000;
 
 #[derive(Clone, Debug)]
@@ -37,7 +37,7 @@ struct World {
     reduced: Vec<Vec<(UnitIndex, Step)>>,
 }
 
-fn declaration(name: &str, elements: u64, collective: Collective) -> Declaration {
+pub(super) fn declaration(name: &str, elements: u64, collective: Collective) -> Declaration {
     Declaration {
         name: name.into(),
         shape: vec![elements],
@@ -140,7 +140,7 @@ impl World {
         while let Some(transmit) = session.poll_transmit(self.now) {
             moved += 1;
             session.handle_sent(&transmit);
-            self.links[rank][transmit.peer.index()].push_back(Packet::Data(header(session.plan(), &transmit)));
+            self.links[rank][transmit.peer.index()].push_back(Packet::Data(session.header(&transmit)));
         }
         while let Some(event) = session.poll_event() {
             moved += 1;
@@ -202,29 +202,6 @@ impl World {
             },
         }
     }
-}
-
-fn header(plan: &Plan, transmit: &Transmit) -> FrameHeader {
-    let bucket = plan.bucket(transmit.bucket);
-    let units = &plan.units[transmit.unit_first.index()..transmit.unit_first.index() + transmit.unit_count as usize];
-    let elements: u64 = units.iter().map(|unit| u64::from(unit.elements)).sum();
-    let kind = if matches!(transmit.data, Data::Result { .. }) { FrameKind::Result } else { FrameKind::Contribution };
-    let mut header = FrameHeader::new(kind, Epoch(1));
-    header.bucket = transmit.bucket;
-    header.unit_first = transmit.unit_first;
-    header.unit_count = transmit.unit_count;
-    header.step = transmit.step;
-    header.commits = transmit.commits;
-    if transmit.data == Data::Offer {
-        header.flags = FLAG_OFFER;
-    } else {
-        header.dtype = Some(bucket.wire);
-        header.payload_len = bucket.wire_bytes(elements) as u32;
-    }
-    if transmit.data == (Data::Result { nonfinite: true }) {
-        header.flags |= FLAG_NONFINITE;
-    }
-    header
 }
 
 fn all_kinds() -> Vec<Declaration> {
@@ -415,7 +392,7 @@ fn frames_that_no_peer_may_send_are_violations_and_old_ones_are_dropped() {
         attempt: Attempt(0),
         commits: 0,
     };
-    let good = header(session.plan(), &good);
+    let good = session.header(&good);
     let try_with = |session: &mut Session, change: &dyn Fn(&mut FrameHeader)| {
         let mut header = good;
         change(&mut header);

@@ -4,7 +4,7 @@ use alloc::format;
 use alloc::vec::Vec;
 
 use super::state::Outgoing;
-use super::{Session, name_ranks};
+use super::{Session, at_first, name_ranks};
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, TensorId, UnitIndex};
@@ -151,7 +151,7 @@ impl Session {
                     name_ranks(silent.iter().copied())
                 );
                 let fault = Fault::new(FaultKind::DeadlineExceeded, detail);
-                silent.first().map_or(fault.clone(), |rank| fault.at(*rank))
+                at_first(fault, &silent)
             }
         };
         fault.tensor(plan.name.clone()).step(state.step)

@@ -9,7 +9,7 @@ use arrayvec::ArrayVec;
 use super::epoch::write_sync;
 use super::state::Outgoing;
 use super::{Data, Session, Transmit};
-use crate::frame::{FLAG_NACK_RESULT, FrameHeader, FrameKind, payload_crc};
+use crate::frame::{FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
 use crate::ids::{BucketId, Rank, Step, TensorId, UnitIndex};
 use crate::limits::{FRAME_HEADER_BYTES, MESSAGE_BODY_BYTES_MAX, MESSAGE_BYTES_MAX};
 
@@ -209,7 +209,8 @@ impl Session {
 
     /// Peers in the order of their turns in this bucket.
     fn turns(&self, bucket: BucketId) -> impl Iterator<Item = Rank> + use<> {
-        let (members, me, turn) = (Arc::clone(&self.members), self.seat, self.buckets[bucket.index()].turn as usize);
+        let (members, me, turn) =
+            (Arc::clone(&self.plan.members), self.seat, self.buckets[bucket.index()].turn as usize);
         let others = members.len() - 1;
         (0..others).map(move |at| members[(me + 1 + (turn + at) % others) % members.len()])
     }
@@ -233,7 +234,7 @@ impl Session {
             {
                 end += 1;
             }
-            state.turn = (state.turn + 1) % (self.members.len() as u32 - 1);
+            state.turn = (state.turn + 1) % (self.plan.members.len() as u32 - 1);
             return Some(Transmit {
                 peer,
                 data: Data::Result { nonfinite },
@@ -272,7 +273,7 @@ impl Session {
             {
                 end += 1;
             }
-            state.turn = (state.turn + 1) % (self.members.len() as u32 - 1);
+            state.turn = (state.turn + 1) % (self.plan.members.len() as u32 - 1);
             return Some(Transmit {
                 peer,
                 data: if contributes { Data::Contribution } else { Data::Offer },
@@ -285,6 +286,31 @@ impl Session {
             });
         }
         None
+    }
+
+    /// The header of a data frame, but for its place and its checksum.
+    #[must_use]
+    pub fn header(&self, transmit: &Transmit) -> FrameHeader {
+        let kind =
+            if matches!(transmit.data, Data::Result { .. }) { FrameKind::Result } else { FrameKind::Contribution };
+        let mut header = FrameHeader::new(kind, self.config.epoch);
+        header.bucket = transmit.bucket;
+        header.unit_first = transmit.unit_first;
+        header.unit_count = transmit.unit_count;
+        header.step = transmit.step;
+        header.attempt = transmit.attempt;
+        header.commits = transmit.commits;
+        if transmit.data == Data::Offer {
+            header.flags = FLAG_OFFER;
+            return header;
+        }
+        if transmit.data == (Data::Result { nonfinite: true }) {
+            header.flags = FLAG_NONFINITE;
+        }
+        let run = self.plan.run_bytes(transmit.unit_first, transmit.unit_count);
+        header.dtype = Some(self.plan.bucket(transmit.bucket).wire);
+        header.payload_len = (run.end - run.start) as u32;
+        header
     }
 
     /// The transport took this frame.

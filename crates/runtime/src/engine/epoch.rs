@@ -6,7 +6,7 @@
 use std::mem;
 use std::time::Duration;
 
-use gradwire_proto::session::Recovery;
+use gradwire_proto::session::{Recovery, Rejected};
 use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, TensorId, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities};
 
@@ -47,6 +47,8 @@ pub(crate) struct Made {
 pub(crate) struct Committed {
     pub(crate) made: Made,
     pub(crate) replaced: Vec<(TensorId, Buffer, Outcome)>,
+    /// What of peers was rejected since the last time somebody asked.
+    pub(crate) rejected: Vec<(Rank, Rejected)>,
 }
 
 impl Epochs {
@@ -183,8 +185,8 @@ impl Engine {
             slot.retained = None;
         }
         self.memory.step = self.memory.step.next();
-        let replaced = mem::take(&mut self.epochs.replaced);
-        self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced }));
+        let (replaced, rejected) = (mem::take(&mut self.epochs.replaced), self.take_rejected());
+        self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced, rejected }));
     }
 
     /// How the last commit ended.

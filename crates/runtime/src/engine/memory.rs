@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use gradwire_proto::bits::Bits;
 use gradwire_proto::frame::Location;
-use gradwire_proto::plan::{BucketPlan, Plan};
+use gradwire_proto::plan::Plan;
 use gradwire_proto::{BucketId, Epoch, Fault, Rank, Step, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
 
@@ -99,8 +99,8 @@ impl Memory {
         for bucket in &plan.buckets[first_bucket as usize..] {
             let landing_at = landing.clone().into_boxed_slice();
             if bucket.contributes() {
-                for (at, owned) in landing.iter_mut().zip(&bucket.owned) {
-                    *at += unit_bytes(plan, bucket, owned).next_multiple_of(ALIGNMENT);
+                for owner in plan.members.iter() {
+                    landing[owner.index()] += plan.owned_bytes(bucket, *owner).next_multiple_of(ALIGNMENT);
                 }
             }
             self.buckets.push(BucketMemory {
@@ -155,19 +155,10 @@ impl Memory {
         taken
     }
 
-    /// The bytes of a run of units within their bucket, as it lies on the wire.
-    pub(super) fn run_bytes(plan: &Plan, first: UnitIndex, count: u32) -> Range<u64> {
-        let (start, last) = (plan.unit(first), plan.unit(UnitIndex(first.0 + count.max(1) - 1)));
-        let bucket = plan.bucket(start.bucket);
-        bucket.wire_bytes(start.in_bucket)..bucket.wire_bytes(last.in_bucket + u64::from(last.elements))
-    }
-
-    /// Where the run begins in the landing memory that `owner` keeps for a contributor, from its start.
-    pub(super) fn landing_offset(&self, plan: &Plan, owner: Rank, first: UnitIndex) -> u64 {
+    /// Where the run begins in the landing memory that its owner keeps for a contributor, from its start.
+    pub(super) fn landing_offset(&self, plan: &Plan, first: UnitIndex) -> u64 {
         let unit = plan.unit(first);
-        let bucket = plan.bucket(unit.bucket);
-        let block = plan.units[bucket.owned[owner.index()].start as usize].in_bucket;
-        self.buckets[unit.bucket.index()].landing_at[owner.index()] + bucket.wire_bytes(unit.in_bucket - block)
+        self.buckets[unit.bucket.index()].landing_at[unit.owner.index()] + plan.bytes_in_block(first)
     }
 
     /// Where this rank's copy of a bucket is in memory that peers may read or write: of results, or contributions.
@@ -182,13 +173,6 @@ impl Memory {
     pub(super) const fn remote(base: Location, bytes: u64) -> Remote {
         Remote { region: base.region, offset: base.offset.wrapping_add(bytes) }
     }
-}
-
-fn unit_bytes(plan: &Plan, bucket: &BucketPlan, units: &Range<u32>) -> u64 {
-    plan.units[units.start as usize..units.end as usize]
-        .iter()
-        .map(|unit| bucket.wire_bytes(u64::from(unit.elements)))
-        .sum()
 }
 
 fn to_usize(bytes: u64) -> Result<usize, Fault> {

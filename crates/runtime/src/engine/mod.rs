@@ -428,7 +428,7 @@ impl Engine {
     pub(crate) fn commit(&mut self) -> Committed {
         self.session.commit();
         self.memory.step = self.memory.step.next();
-        Committed { made: self.made(), replaced: Vec::new() }
+        Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected() }
     }
 
     pub(crate) fn epoch(&self) -> Epoch {

@@ -7,7 +7,7 @@ use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FrameHeader, FrameKind
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
 use gradwire_proto::session::{Admission, Session};
 use gradwire_proto::{BucketId, Fault, FaultKind, Rank, UnitIndex};
-use gradwire_transport::{Capabilities, Refused, Remote, Sink};
+use gradwire_transport::{Capabilities, Refused, Remote, Sink, Transport};
 
 use super::memory::{Memory, local};
 use super::transmit::write_token;
@@ -67,11 +67,10 @@ impl Receiver<'_> {
         let round = &self.memory.rounds[memory.round];
         if header.kind == FrameKind::Contribution {
             let landing = round.landings[peer.index()].as_ref()?;
-            let owner = self.session.config().rank;
-            let offset = self.memory.landing_offset(plan, owner, header.unit_first);
+            let offset = self.memory.landing_offset(plan, header.unit_first);
             return Some(Remote { region: landing.key(), offset });
         }
-        let bytes = Memory::run_bytes(plan, header.unit_first, header.unit_count);
+        let bytes = plan.run_bytes(header.unit_first, header.unit_count);
         let base = if plan.bucket(header.bucket).direct {
             let tensor = plan.unit(header.unit_first).tensor;
             let output = self.slots[tensor.index()].output.as_ref()?;
@@ -203,17 +202,11 @@ impl Engine {
         if self.session.admit(peer, header)? == Admission::Discard {
             return Ok(());
         }
-        let place = Memory::remote(
-            header.location,
-            Memory::run_bytes(self.session.plan(), header.unit_first, header.unit_count).start,
-        );
+        let place =
+            Memory::remote(header.location, self.session.plan().run_bytes(header.unit_first, header.unit_count).start);
         let empty = header.payload_len == 0;
-        if !empty && matches!(self.transport.view(peer, place, header.payload_len as usize), Err(Refused::NoLink)) {
-            // What becomes of the operation is decided when the loss of the link is reported.
-            return Ok(());
-        }
         if !empty && header.flags & FLAG_CHECKED != 0 {
-            let data = view(&*self.transport, peer, place, header.payload_len)?;
+            let Some(data) = view(&*self.transport, peer, place, header.payload_len)? else { return Ok(()) };
             if crc32(data) != header.payload_crc {
                 self.session.handle_corrupt(peer, header);
                 return Ok(());
@@ -225,23 +218,22 @@ impl Engine {
             self.session.handle_contribution(peer, header, now);
             return Ok(());
         }
-        let data = if empty { &[] } else { view(&*self.transport, peer, place, header.payload_len)? };
+        let data = if empty { Some(&[][..]) } else { view(&*self.transport, peer, place, header.payload_len)? };
+        let Some(data) = data else { return Ok(()) };
         place_result(&mut self.session, &self.memory, &mut self.slots, header, Some(data), now)?;
         self.session.handle_result(peer, header);
         Ok(())
     }
 }
 
-/// A peer's memory, read in place.
-pub(super) fn view(
-    transport: &dyn gradwire_transport::Transport,
-    peer: Rank,
-    place: Remote,
-    bytes: u32,
-) -> Result<&[u8], Fault> {
-    transport
-        .view(peer, place, bytes as usize)
-        .map_err(|refused| Fault::violation(peer, &format!("the place of data that cannot be read ({refused})")))
+/// A peer's memory, read in place. Nothing if the link has ended: what becomes of the operation is decided when that is
+/// reported.
+fn view(transport: &dyn Transport, peer: Rank, place: Remote, bytes: u32) -> Result<Option<&[u8]>, Fault> {
+    match transport.view(peer, place, bytes as usize) {
+        Ok(data) => Ok(Some(data)),
+        Err(Refused::NoLink) => Ok(None),
+        Err(refused) => Err(Fault::violation(peer, &format!("the place of data that cannot be read ({refused})"))),
+    }
 }
 
 /// Puts a checked result into the callers' buffers and counts its units. `data`: the result read in place; without
@@ -254,7 +246,7 @@ fn place_result(
     data: Option<&[u8]>,
     now: u64,
 ) -> Result<(), Fault> {
-    let run = Memory::run_bytes(session.plan(), header.unit_first, header.unit_count);
+    let run = session.plan().run_bytes(header.unit_first, header.unit_count);
     for index in header.unit_first.0..header.unit_first.0 + header.unit_count {
         let plan = session.plan();
         let unit = plan.unit(UnitIndex(index));

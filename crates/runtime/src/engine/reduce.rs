@@ -40,7 +40,7 @@ impl Engine {
         let wire_start = bucket.wire_bytes(unit_plan.in_bucket);
         let wire_len = bucket.wire_bytes(u64::from(unit_plan.elements));
         let staged = local(wire_start..wire_start + wire_len, memory.buckets[unit_plan.bucket.index()].staged_at);
-        let landed_at = memory.landing_offset(plan, me, unit) as usize;
+        let landed_at = memory.landing_offset(plan, unit) as usize;
         let landed = landed_at..landed_at + wire_len as usize;
         let bucket_memory = &memory.buckets[unit_plan.bucket.index()];
         let RoundMemory { results, landings, .. } = &mut memory.rounds[bucket_memory.round];

@@ -1,7 +1,7 @@
 //! What is sent: messages and data frames, with their checksums and places.
 
 use gradwire_codec::{crc32, pack};
-use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, Location};
+use gradwire_proto::frame::{FLAG_CHECKED, FrameHeader, Location};
 use gradwire_proto::session::{Data, MessageBytes, Transmit};
 use gradwire_proto::{BucketId, Epoch, Fault, Rank, UnitIndex};
 use gradwire_transport::{Buffer, Refused, Remote, Slice};
@@ -71,32 +71,18 @@ impl Engine {
     fn send_frame(&mut self, transmit: &Transmit) -> Result<Result<(), Refused>, Fault> {
         let plan = self.session.plan();
         let bucket = plan.bucket(transmit.bucket);
-        let (wire, direct) = (bucket.wire, bucket.direct);
-        let kind =
-            if matches!(transmit.data, Data::Result { .. }) { FrameKind::Result } else { FrameKind::Contribution };
-        let mut header = FrameHeader::new(kind, self.session.config().epoch);
-        header.bucket = transmit.bucket;
-        header.unit_first = transmit.unit_first;
-        header.unit_count = transmit.unit_count;
-        header.step = transmit.step;
-        header.attempt = transmit.attempt;
-        header.commits = transmit.commits;
+        let direct = bucket.direct;
+        let mut header = self.session.header(transmit);
         let peer_read = self.capabilities[transmit.peer.index()].peer_read;
         if transmit.data == Data::Offer {
-            header.flags = FLAG_OFFER;
             header.location = self.result_location(transmit);
             return Ok(self.send_header(transmit.peer, &header));
         }
         if transmit.data == Data::Contribution && !direct {
             self.pack_run(transmit)?;
         }
-        let run = Memory::run_bytes(self.session.plan(), transmit.unit_first, transmit.unit_count);
+        let run = self.session.plan().run_bytes(transmit.unit_first, transmit.unit_count);
         let bytes = (run.end - run.start) as usize;
-        header.dtype = Some(wire);
-        header.payload_len = bytes as u32;
-        if transmit.data == (Data::Result { nonfinite: true }) {
-            header.flags |= FLAG_NONFINITE;
-        }
         // To peers that write, a contribution says where the results are to go.
         if transmit.data == Data::Contribution {
             header.location = self.result_location(transmit);
@@ -216,7 +202,7 @@ impl Engine {
             return Memory::remote(memory.contribution_at[transmit.peer.index()], run_start);
         }
         let landing = self.session.landing(transmit.peer, memory.round as u32);
-        let offset = self.memory.landing_offset(self.session.plan(), transmit.peer, transmit.unit_first);
+        let offset = self.memory.landing_offset(self.session.plan(), transmit.unit_first);
         Memory::remote(landing, offset)
     }
 }

@@ -6,7 +6,7 @@ use gradwire_proto::session::Admission;
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
-use super::regions::{Regions, beyond, crc_of, local};
+use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::plan::Links;
 use crate::process::Context;
@@ -45,10 +45,10 @@ impl Exchange {
         let layout = self.session.plan();
         if header.kind == FrameKind::Contribution {
             let landing = self.memory.landings[peer.index()]?;
-            let offset = self.memory.landing_offset(layout, self.me(), header.unit_first);
+            let offset = self.memory.landing_offset(layout, header.unit_first);
             return Some(Location { region: landing, offset });
         }
-        let run = Regions::run_bytes(layout, header.unit_first, header.unit_count);
+        let run = layout.run_bytes(header.unit_first, header.unit_count);
         Some(beyond(self.result_place(header.unit_first)?, run.start))
     }
 
@@ -147,7 +147,7 @@ impl Exchange {
         header: &FrameHeader,
         (source, landed): (RegionKey, std::ops::Range<usize>),
     ) -> Result<(), Fault> {
-        let run = Regions::run_bytes(self.session.plan(), header.unit_first, header.unit_count);
+        let run = self.session.plan().run_bytes(header.unit_first, header.unit_count);
         for index in header.unit_first.0..header.unit_first.0 + header.unit_count {
             let layout = self.session.plan();
             let unit = layout.unit(UnitIndex(index));

@@ -1,12 +1,12 @@
 //! What owners do, and what is sent: adding up in rank order, packing, checksums, places.
 
 use gradwire_codec::{Input, Outputs, Reduction, crc32, has_nonfinite, pack, unpack};
-use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, Location};
+use gradwire_proto::frame::{FLAG_CHECKED, FrameHeader, Location};
 use gradwire_proto::session::{Data, Transmit, Work};
 use gradwire_proto::{Fault, FaultKind, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
-use super::regions::{Regions, beyond, crc_of, local};
+use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::process::{Context, Out};
 
@@ -37,7 +37,7 @@ impl Exchange {
         let wire_len = (wire.end - wire.start) as usize;
         let native = native_range(plan.in_tensor, plan.elements, bucket.dtype.size());
         let staged = local(&wire, self.memory.buckets[plan.bucket.index()].staged_at);
-        let landed_at = self.memory.landing_offset(layout, self.me(), unit) as usize;
+        let landed_at = self.memory.landing_offset(layout, unit) as usize;
         let slot = self.slots[plan.tensor.index()];
         let output_key = slot.output.ok_or_else(no_memory)?;
 
@@ -112,32 +112,19 @@ impl Exchange {
     pub(super) fn send_frame(&mut self, context: &mut Context<'_>, transmit: &Transmit) -> Result<(), Fault> {
         let layout = self.session.plan();
         let bucket = layout.bucket(transmit.bucket);
-        let (wire, direct) = (bucket.wire, bucket.direct);
+        let direct = bucket.direct;
         let result = matches!(transmit.data, Data::Result { .. });
-        let kind = if result { FrameKind::Result } else { FrameKind::Contribution };
-        let mut header = FrameHeader::new(kind, self.view.epoch);
-        header.bucket = transmit.bucket;
-        header.unit_first = transmit.unit_first;
-        header.unit_count = transmit.unit_count;
-        header.step = transmit.step;
-        header.attempt = transmit.attempt;
-        header.commits = transmit.commits;
-        let run = Regions::run_bytes(layout, transmit.unit_first, transmit.unit_count);
+        let mut header = self.session.header(transmit);
+        let run = layout.run_bytes(transmit.unit_first, transmit.unit_count);
         if !result {
             header.location = self.result_place(transmit.unit_first).unwrap_or_default();
         }
         if transmit.data == Data::Offer {
-            header.flags = FLAG_OFFER;
             self.send_header(context, transmit, &header);
             return Ok(());
         }
         if transmit.data == Data::Contribution && !direct {
             self.pack_run(context, transmit)?;
-        }
-        header.dtype = Some(wire);
-        header.payload_len = (run.end - run.start) as u32;
-        if transmit.data == (Data::Result { nonfinite: true }) {
-            header.flags |= FLAG_NONFINITE;
         }
         if header.payload_len == 0 {
             self.send_header(context, transmit, &header);
@@ -207,7 +194,7 @@ impl Exchange {
             let memory = &self.memory.buckets[transmit.bucket.index()];
             return beyond(memory.contribution_at[transmit.peer.index()], run_start);
         }
-        let offset = self.memory.landing_offset(self.session.plan(), transmit.peer, transmit.unit_first);
+        let offset = self.memory.landing_offset(self.session.plan(), transmit.unit_first);
         beyond(self.session.landing(transmit.peer, 0), offset)
     }
 }

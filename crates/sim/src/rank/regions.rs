@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use gradwire_codec::crc32;
 use gradwire_proto::frame::Location;
-use gradwire_proto::plan::{BucketPlan, Plan as Layout};
-use gradwire_proto::{BucketId, Rank, RegionKey, UnitIndex};
+use gradwire_proto::plan::Plan as Layout;
+use gradwire_proto::{BucketId, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
 use crate::mutation::Mutation;
@@ -46,8 +46,8 @@ impl Exchange {
         for bucket in &layout.buckets {
             let landing_at = landing.clone();
             if bucket.contributes() {
-                for (at, owned) in landing.iter_mut().zip(&bucket.owned) {
-                    *at += unit_bytes(layout, bucket, owned).next_multiple_of(ALIGNMENT);
+                for owner in layout.members.iter() {
+                    landing[owner.index()] += layout.owned_bytes(bucket, *owner).next_multiple_of(ALIGNMENT);
                 }
             }
             self.memory.buckets.push(BucketMemory {
@@ -79,30 +79,16 @@ impl Exchange {
 }
 
 impl Regions {
-    /// The bytes of a run of units within their bucket, as it lies on the wire.
-    pub(super) fn run_bytes(layout: &Layout, first: UnitIndex, count: u32) -> Range<u64> {
-        let (start, last) = (layout.unit(first), layout.unit(UnitIndex(first.0 + count.max(1) - 1)));
-        let bucket = layout.bucket(start.bucket);
-        bucket.wire_bytes(start.in_bucket)..bucket.wire_bytes(last.in_bucket + u64::from(last.elements))
-    }
-
-    /// Where the run begins in the landing memory that `owner` keeps for a contributor.
-    pub(super) fn landing_offset(&self, layout: &Layout, owner: Rank, first: UnitIndex) -> u64 {
+    /// Where the run begins in the landing memory that its owner keeps for a contributor.
+    pub(super) fn landing_offset(&self, layout: &Layout, first: UnitIndex) -> u64 {
         let unit = layout.unit(first);
-        let bucket = layout.bucket(unit.bucket);
-        let block = layout.units[bucket.owned[owner.index()].start as usize].in_bucket;
-        self.buckets[unit.bucket.index()].landing_at[owner.index()] + bucket.wire_bytes(unit.in_bucket - block)
+        self.buckets[unit.bucket.index()].landing_at[unit.owner.index()] + layout.bytes_in_block(first)
     }
 
     /// Where results of a bucket are put by peers, if not into its tensor.
     pub(super) fn staged(&self, bucket: BucketId) -> Location {
         Location { region: self.results, offset: self.buckets[bucket.index()].staged_at }
     }
-}
-
-fn unit_bytes(layout: &Layout, bucket: &BucketPlan, units: &Range<u32>) -> u64 {
-    let units = &layout.units[units.start as usize..units.end as usize];
-    units.iter().map(|unit| bucket.wire_bytes(u64::from(unit.elements))).sum()
 }
 
 /// A range of 64-bit offsets as one of memory that exists, and so fits.
