@@ -96,8 +96,13 @@ fn the_first_rank_that_fails_is_named_and_its_code_is_the_launchers() {
 
 #[test]
 fn ranks_that_fail_because_of_it_are_listed_and_not_blamed() {
-    let outcome =
-        launch(&["-n", "2"], "if [ $RANK = 1 ]; then exit 7; fi; trap 'exit 9' TERM; while :; do sleep 0.05; done");
+    // Rank 1 waits until rank 0 has its trap: a signal before that would end it as a signal does.
+    let directory = tempfile::tempdir().unwrap();
+    let outcome = launch(
+        &["-n", "2", "--directory", directory.path().to_str().unwrap()],
+        "if [ $RANK = 1 ]; then until [ -e trapped ]; do sleep 0.05; done; exit 7; fi; \
+         trap 'exit 9' TERM; touch trapped; while :; do sleep 0.05; done",
+    );
     assert_eq!(outcome.code(), Some(7), "{}", outcome.stderr);
     assert!(outcome.stderr.contains("afterwards: rank 0 exited with code 9"), "{}", outcome.stderr);
 }
@@ -111,9 +116,11 @@ fn a_signal_that_killed_a_rank_is_named() {
 
 #[test]
 fn a_rank_that_will_not_go_is_killed_in_time() {
+    let directory = tempfile::tempdir().unwrap();
     let outcome = launch(
-        &["-n", "2"],
-        "if [ $RANK = 0 ]; then sleep 0.2; exit 3; fi; trap '' TERM INT; while :; do sleep 1; done",
+        &["-n", "2", "--directory", directory.path().to_str().unwrap()],
+        "if [ $RANK = 0 ]; then until [ -e trapped ]; do sleep 0.05; done; exit 3; fi; \
+         trap '' TERM INT; touch trapped; while :; do sleep 1; done",
     );
     assert_eq!(outcome.code(), Some(3), "{}", outcome.stderr);
     assert!(outcome.took < END_TIME_MAX, "{:?}", outcome.took);
