@@ -27,6 +27,7 @@ pub mod federated;
 mod group;
 mod handle;
 mod retained;
+mod state;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -37,6 +38,7 @@ pub use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, Reduc
 pub use gradwire_transport::{Buffer, Element};
 pub use group::Group;
 pub use handle::{Handle, Tensor};
+pub use state::{State, StateTensor, StateTensorMut};
 pub use types::{
     Commit, Completed, Integrity, OpError, Outcome, Replaced, Stats, TensorSpec, TransportChoice, Version,
 };
