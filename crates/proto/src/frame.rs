@@ -53,10 +53,12 @@ pub enum FrameKind {
     Sync = 13,
     /// The sender has every member's Sync: it may be sent everything.
     Synced = 14,
+    /// To a newcomer: the step that every tensor is at.
+    Steps = 15,
 }
 
 impl FrameKind {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Contribution,
         Self::Result,
         Self::Ack,
@@ -71,6 +73,7 @@ impl FrameKind {
         Self::HasAll,
         Self::Sync,
         Self::Synced,
+        Self::Steps,
     ];
 }
 
@@ -87,7 +90,10 @@ pub const FLAG_CHECKED: u8 = 8;
 pub const FLAG_HAS_ALL: u8 = 16;
 /// Set in [`FrameHeader::flags`] of a Sync whose sender cannot do its part of its step again.
 pub const FLAG_STUCK: u8 = 32;
-const FLAGS_KNOWN: u8 = FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT | FLAG_CHECKED | FLAG_HAS_ALL | FLAG_STUCK;
+/// Set in [`FrameHeader::flags`] of a Sync whose sender was in no epoch before.
+pub const FLAG_NEWCOMER: u8 = 64;
+const FLAGS_KNOWN: u8 =
+    FLAG_NONFINITE | FLAG_OFFER | FLAG_NACK_RESULT | FLAG_CHECKED | FLAG_HAS_ALL | FLAG_STUCK | FLAG_NEWCOMER;
 
 /// Binds frames to one job: 16 bytes that every rank of it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

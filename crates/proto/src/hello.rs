@@ -38,6 +38,18 @@ const ACCEPT_PURPOSE: &str = "gradwire link accept";
 /// Bytes to write to the peer.
 pub type HelloBytes = ArrayVec<u8, HELLO_BYTES_MAX>;
 
+/// What a link is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Purpose {
+    /// The exchange between members of an epoch.
+    #[default]
+    Link = 0,
+    /// A process that is no member yet gets what it needs to become one (docs/wire.md, section 11). Epoch and world size
+    /// need not agree.
+    State = 1,
+}
+
 /// Who this rank is: the same for all of its links in one epoch.
 #[derive(Clone, Debug)]
 pub struct HelloParams {
@@ -49,7 +61,7 @@ pub struct HelloParams {
     pub epoch: Epoch,
     /// This rank.
     pub rank: Rank,
-    /// How many ranks that view has.
+    /// Ranks are below this: the same for the whole job.
     pub world_size: u32,
 }
 
@@ -58,8 +70,9 @@ pub struct HelloParams {
 pub struct Reply {
     /// To write to the peer before anything else. May be empty.
     pub send: HelloBytes,
-    /// The peer, once it has proved who it is. When `send` is written, the link is up and frames may follow.
-    pub done: Option<Rank>,
+    /// The peer, once it has proved who it is, and what it wants. When `send` is written, the link is up and frames may
+    /// follow.
+    pub done: Option<(Rank, Purpose)>,
 }
 
 /// The link is not to be used.
@@ -107,9 +120,9 @@ pub struct Handshake {
 #[derive(Clone, Copy, Debug)]
 enum State {
     /// Dialer: the acceptor's opening is due.
-    DialerOpening { peer: Rank },
+    DialerOpening { peer: Rank, purpose: Purpose },
     /// Dialer: the acceptor's verdict on our claim is due.
-    DialerVerdict { peer: Rank, theirs: [u8; OPENING_BYTES], claim: [u8; Claim::BYTES] },
+    DialerVerdict { peer: Rank, purpose: Purpose, theirs: [u8; OPENING_BYTES], claim: [u8; Claim::BYTES] },
     /// Acceptor: the dialer's opening is due.
     AcceptorOpening,
     /// Acceptor: the dialer's claim is due.
@@ -123,9 +136,14 @@ impl Handshake {
     ///
     /// `nonce` is 32 bytes from a cryptographic source, used for this link only.
     #[must_use]
-    pub fn dial(params: &HelloParams, peer: Rank, nonce: [u8; NONCE_BYTES]) -> (Self, [u8; OPENING_BYTES]) {
+    pub fn dial(
+        params: &HelloParams,
+        peer: Rank,
+        purpose: Purpose,
+        nonce: [u8; NONCE_BYTES],
+    ) -> (Self, [u8; OPENING_BYTES]) {
         let ours = Opening { nonce }.encode();
-        (Self { params: params.clone(), ours, state: State::DialerOpening { peer } }, ours)
+        (Self { params: params.clone(), ours, state: State::DialerOpening { peer, purpose } }, ours)
     }
 
     /// Waits for a hello on a link that a peer opened. Write nothing before the first [`Handshake::receive`].
@@ -165,8 +183,10 @@ impl Handshake {
         let state = core::mem::replace(&mut self.state, State::Over);
         match state {
             _ if bytes.len() != due => Err(state.misfit(bytes.len(), due)),
-            State::DialerOpening { peer } => self.take_opening_as_dialer(peer, bytes),
-            State::DialerVerdict { peer, theirs, claim } => self.take_verdict(peer, &theirs, &claim, bytes),
+            State::DialerOpening { peer, purpose } => self.take_opening_as_dialer(peer, purpose, bytes),
+            State::DialerVerdict { peer, purpose, theirs, claim } => {
+                self.take_verdict((peer, purpose), &theirs, &claim, bytes)
+            }
             State::AcceptorOpening => self.take_opening_as_acceptor(bytes),
             State::AcceptorClaim { theirs } => self.take_claim(&theirs, bytes),
             State::Over => Err(state.misfit(0, 0)),
@@ -177,7 +197,7 @@ impl Handshake {
     #[must_use]
     pub fn closed(&self) -> Fault {
         match self.state {
-            State::DialerOpening { peer } => Fault::new(
+            State::DialerOpening { peer, .. } => Fault::new(
                 FaultKind::AddressUnreachable,
                 format!(
                     "what listens at {peer}'s address closed the link before it said hello: check that {peer} still \
@@ -198,7 +218,7 @@ impl Handshake {
     }
 
     #[expect(clippy::result_large_err, reason = "see receive")]
-    fn take_opening_as_dialer(&mut self, peer: Rank, bytes: &[u8]) -> Result<Reply, Rejected> {
+    fn take_opening_as_dialer(&mut self, peer: Rank, purpose: Purpose, bytes: &[u8]) -> Result<Reply, Rejected> {
         let theirs = self.read_opening(bytes).map_err(|error| {
             Rejected::silently(match error {
                 OpeningError::Version(version) => other_version(&format!("{peer}"), version).at(peer),
@@ -213,12 +233,12 @@ impl Handshake {
             })
         })?;
         let params = &self.params;
-        let mut claim =
-            Claim { rank: params.rank, target: peer, epoch: params.epoch, world_size: params.world_size }.encode();
+        let HelloParams { rank, epoch, world_size, .. } = *params;
+        let mut claim = Claim { rank, target: peer, epoch, world_size, purpose }.encode();
         let (fields, proof) = claim.split_at_mut(Claim::FIELDS_BYTES);
         proof
             .copy_from_slice(&params.secret.proof(DIAL_PURPOSE, &dial_parts(&params.job, &self.ours, &theirs, fields)));
-        self.state = State::DialerVerdict { peer, theirs, claim };
+        self.state = State::DialerVerdict { peer, purpose, theirs, claim };
         Ok(Reply { send: claim.into_iter().collect(), done: None })
     }
 
@@ -265,7 +285,9 @@ impl Handshake {
             ))
         })?;
         match disagreement(&claim, params) {
-            None => Ok(Reply { send: self.verdict(Code::Welcome, dialer, bytes), done: Some(claim.rank) }),
+            None => {
+                Ok(Reply { send: self.verdict(Code::Welcome, dialer, bytes), done: Some((claim.rank, claim.purpose)) })
+            }
             Some((code, fault)) => Err(Rejected { fault, send: self.verdict(code, dialer, bytes) }),
         }
     }
@@ -283,7 +305,7 @@ impl Handshake {
     #[expect(clippy::result_large_err, reason = "see receive")]
     fn take_verdict(
         &mut self,
-        peer: Rank,
+        (peer, purpose): (Rank, Purpose),
         acceptor: &[u8; OPENING_BYTES],
         claim: &[u8; Claim::BYTES],
         bytes: &[u8],
@@ -311,8 +333,8 @@ impl Handshake {
             ));
         }
         match Verdict::decode(fields) {
-            Ok(verdict) => match verdict.as_fault(params, peer) {
-                None => Ok(Reply { send: HelloBytes::new(), done: Some(peer) }),
+            Ok(verdict) => match verdict.as_fault(params, peer, purpose) {
+                None => Ok(Reply { send: HelloBytes::new(), done: Some((peer, purpose)) }),
                 Some(fault) => reject(fault),
             },
             Err(malformed) => reject(Fault::new(
@@ -329,7 +351,7 @@ impl State {
         let what = format!("got {got} bytes of hello where {due} were due: this link is not to be used");
         let fault = Fault::new(FaultKind::ProtocolViolation, what);
         Rejected::silently(match *self {
-            Self::DialerOpening { peer } | Self::DialerVerdict { peer, .. } => fault.at(peer),
+            Self::DialerOpening { peer, .. } | Self::DialerVerdict { peer, .. } => fault.at(peer),
             _ => fault,
         })
     }
@@ -337,9 +359,10 @@ impl State {
 
 impl Verdict {
     /// What a verdict whose proof verified means to the dialer; `None` is a welcome.
-    fn as_fault(&self, ours: &HelloParams, peer: Rank) -> Option<Fault> {
+    fn as_fault(&self, ours: &HelloParams, peer: Rank, purpose: Purpose) -> Option<Fault> {
         let (rank, epoch, world_size) = (self.rank, self.epoch, self.world_size);
         let fault = match self.code {
+            Code::Welcome if rank == peer && purpose == Purpose::State => return None,
             Code::Welcome if rank == peer && epoch == ours.epoch && world_size == ours.world_size => return None,
             Code::Epoch if epoch != ours.epoch => epochs_differ(peer, epoch, ours),
             Code::WorldSize if world_size != ours.world_size => world_sizes_differ(peer, world_size, ours),
@@ -364,7 +387,8 @@ impl Verdict {
 /// Why a dialer that proved the secret cannot have this link.
 fn disagreement(claim: &Claim, ours: &HelloParams) -> Option<(Code, Fault)> {
     let peer = claim.rank;
-    let (code, fault) = if claim.epoch != ours.epoch {
+    let member = claim.purpose == Purpose::Link;
+    let (code, fault) = if member && claim.epoch != ours.epoch {
         (Code::Epoch, epochs_differ(peer, claim.epoch, ours))
     } else if claim.world_size != ours.world_size {
         (Code::WorldSize, world_sizes_differ(peer, claim.world_size, ours))

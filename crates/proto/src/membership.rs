@@ -9,6 +9,7 @@
 //! - A record counts only if its author is a member that is neither gone nor suspected. A process that was stalled,
 //!   was removed meanwhile and goes on writing changes nothing; of two ranks that suspect each other, the one whose
 //!   record comes first stays.
+//! - A process that joins a running job is taken in when it says that it has what it needs (Ready), not before.
 //! - A proposal names the view that it follows, and may leave out only members that left or are suspected.
 //! - Every rule is idempotent, so records that come twice, or again after a reconnection, change nothing.
 //!
@@ -87,7 +88,7 @@ pub enum Departure {
 pub enum Change {
     /// Nothing: it came twice, is of an older epoch, or its author had no say.
     None,
-    /// A process joined, and is a candidate for the next view.
+    /// A process joined, and is a candidate for the next view; or it is ready to be in it.
     Candidate,
     /// A process joined as a rank that another one has, which is neither gone nor suspected.
     RankTaken,
@@ -106,6 +107,8 @@ pub struct Log {
     view: View,
     /// Processes that joined and are no members, in the order of their Joins.
     candidates: Vec<Member>,
+    /// Candidates that have what they need to take part in a running job.
+    ready: BTreeSet<RecordId>,
     /// Members and candidates that left or are suspected.
     gone: BTreeMap<RecordId, Departure>,
     /// Processes that were members or candidates and never will be again.
@@ -122,6 +125,8 @@ pub struct Snapshot {
     pub view: View,
     /// Who waits to become one.
     pub candidates: Vec<Member>,
+    /// Which of these have what they need to take part.
+    pub ready: Vec<RecordId>,
     /// Who is gone, of both.
     pub gone: Vec<(RecordId, Departure)>,
     /// Who was removed lately.
@@ -136,6 +141,7 @@ impl Log {
             world_size,
             view: View::default(),
             candidates: Vec::new(),
+            ready: BTreeSet::new(),
             gone: BTreeMap::new(),
             retired: VecDeque::new(),
             early: VecDeque::new(),
@@ -173,14 +179,21 @@ impl Log {
     }
 
     /// Who should be the members of the next epoch, in the order of their ranks: the live members, and for every
-    /// rank that none of them has the first live candidate. Before the first view these are all candidates.
+    /// rank that none of them has the first live candidate that is ready. Before the first view these are all candidates
+    /// of the ranks that the job starts with.
     #[must_use]
     pub fn next_members(&self) -> Vec<&Member> {
         let mut next: BTreeMap<Rank, &Member> = self.live().map(|member| (member.rank, member)).collect();
-        for candidate in self.candidates.iter().filter(|candidate| !self.gone.contains_key(&candidate.id)) {
+        for candidate in self.candidates.iter().filter(|candidate| self.may_enter(candidate)) {
             next.entry(candidate.rank).or_insert(candidate);
         }
         next.into_values().collect()
+    }
+
+    fn may_enter(&self, candidate: &Member) -> bool {
+        let first = self.view.epoch == Epoch(0);
+        let able = if first { candidate.rank.0 < self.world_size } else { self.ready.contains(&candidate.id) };
+        able && !self.gone.contains_key(&candidate.id)
     }
 
     /// Whether the members of the next epoch would be others than those of this one.
@@ -205,6 +218,7 @@ impl Log {
         Snapshot {
             view: self.view.clone(),
             candidates: self.candidates.clone(),
+            ready: self.ready.iter().copied().collect(),
             gone: self.gone.iter().map(|(id, departure)| (*id, *departure)).collect(),
             retired: self.retired.iter().copied().collect(),
         }
@@ -222,6 +236,7 @@ impl Log {
         let change = match body {
             Body::Join { endpoint, .. } => self.join(Member { rank, id, endpoint: endpoint.clone() }),
             Body::Left { author } => self.depart(*author, Departure::Left),
+            Body::Ready { author } => self.ready(*author),
             Body::Suspect { author, epoch, member, .. } => self.suspect(*author, *epoch, *member),
             Body::Propose { author, epoch, base, members } => self.propose(*author, id, (*epoch, *base), members),
             Body::Snapshot(snapshot) => self.adopt(snapshot),
@@ -236,7 +251,9 @@ impl Log {
         match body {
             Body::Propose { epoch, .. } => epoch.0 > self.view.epoch.0 + 1,
             Body::Suspect { epoch, .. } => *epoch > self.view.epoch,
-            Body::Left { author } => self.process(*author).is_none() && !self.retired.contains(author),
+            Body::Left { author } | Body::Ready { author } => {
+                self.process(*author).is_none() && !self.retired.contains(author)
+            }
             _ => false,
         }
     }
@@ -258,6 +275,11 @@ impl Log {
         }
         self.candidates.push(member);
         if taken { Change::RankTaken } else { Change::Candidate }
+    }
+
+    fn ready(&mut self, id: RecordId) -> Change {
+        let waits = self.candidates.iter().any(|candidate| candidate.id == id);
+        if waits && !self.gone.contains_key(&id) && self.ready.insert(id) { Change::Candidate } else { Change::None }
     }
 
     fn depart(&mut self, id: RecordId, departure: Departure) -> Change {
@@ -315,9 +337,9 @@ impl Log {
 
     /// A live member or candidate that may be in the next view.
     fn eligible(&self, proposed: &ProposedMember) -> Option<Member> {
-        let mut known = self.view.members.iter().chain(&self.candidates);
-        let member = known.find(|member| member.id == proposed.id && member.rank == proposed.rank)?;
-        (!self.gone.contains_key(&member.id)).then(|| member.clone())
+        let is_it = |member: &&Member| member.id == proposed.id && member.rank == proposed.rank;
+        let member = self.live().find(is_it);
+        member.or_else(|| self.candidates.iter().filter(|one| self.may_enter(one)).find(is_it)).cloned()
     }
 
     fn enter(&mut self, view: View) {
@@ -327,17 +349,19 @@ impl Log {
         self.candidates.retain(|candidate| view.member(candidate.id).is_none() && !retired.contains(&candidate.id));
         for id in retired {
             self.gone.remove(&id);
+            self.ready.remove(&id);
             if self.retired.len() == RETIRED_MAX {
                 self.retired.pop_front();
             }
             self.retired.push_back(id);
         }
+        self.ready.retain(|id| view.member(*id).is_none());
         self.view = view;
     }
 
     /// Takes over a snapshot of a later view than ours.
     fn adopt(&mut self, snapshot: &Snapshot) -> Change {
-        let Snapshot { view, candidates, gone, retired } = snapshot;
+        let Snapshot { view, candidates, ready, gone, retired } = snapshot;
         if view.epoch == self.view.epoch && view.id != self.view.id && view.epoch != Epoch(0) {
             return Change::Diverged;
         }
@@ -354,6 +378,9 @@ impl Log {
         merged.extend(waiting);
         merged.truncate(SNAPSHOT_CANDIDATES_MAX);
         self.candidates = merged;
+        let candidates = &self.candidates;
+        self.ready.extend(ready);
+        self.ready.retain(|id| candidates.iter().any(|candidate| candidate.id == *id));
         self.view = view.clone();
         let before = core::mem::take(&mut self.gone);
         self.gone = gone.iter().copied().collect();

@@ -7,7 +7,7 @@ use gradwire_proto::frame::{
     FLAG_CHECKED, FLAG_HAS_ALL, FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, JobTag, Location,
     payload_crc,
 };
-use gradwire_proto::hello::{Handshake, HelloParams};
+use gradwire_proto::hello::{Handshake, HelloParams, Purpose};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
 use gradwire_proto::manifest::{Declaration, Manifest};
 use gradwire_proto::member::{Endpoint, HostId};
@@ -110,6 +110,7 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
     manifest().encode(&mut piece).expect("it is within the limits");
     let whole = piece.len() as u32;
     let piece = &piece[32..];
+    let steps = [9_u64.to_le_bytes(), 12_u64.to_le_bytes()].concat();
     let empties = [&3u32.to_le_bytes()[..], &12u64.to_le_bytes()].concat();
     vec![
         ("frame-contribution", data, vec![]),
@@ -170,6 +171,14 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
             empties.clone(),
         ),
         ("frame-synced", FrameHeader { epoch: Epoch(2), ..plain(FrameKind::Synced) }, vec![]),
+        (
+            "frame-steps",
+            with_body(
+                FrameHeader { epoch: Epoch(2), step: Step(9), unit_count: 2, ..plain(FrameKind::Steps) },
+                &steps,
+            ),
+            steps.clone(),
+        ),
     ]
 }
 
@@ -228,7 +237,7 @@ fn hello(rank: u32, epoch: u64, secret: u8) -> HelloParams {
 
 /// The four messages of a hello between rank 2, which dials, and rank 1.
 fn hello_messages(acceptor: &HelloParams) -> [Vec<u8>; 4] {
-    let (mut dialer, opening) = Handshake::dial(&hello(2, 1, 0x55), Rank(1), [0xd1; 32]);
+    let (mut dialer, opening) = Handshake::dial(&hello(2, 1, 0x55), Rank(1), Purpose::Link, [0xd1; 32]);
     let mut acceptor = Handshake::accept(acceptor, [0xac; 32]);
     let answer = acceptor.receive(&opening).expect("an opening").send;
     let claim = dialer.receive(&answer).expect("an opening").send;

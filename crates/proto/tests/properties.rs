@@ -4,7 +4,7 @@
 mod entry;
 
 use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
-use gradwire_proto::hello::{Handshake, HelloParams};
+use gradwire_proto::hello::{Handshake, HelloParams, Purpose};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::member::{Endpoint, HostId};
 use gradwire_proto::wire::Reader;
@@ -227,15 +227,15 @@ proptest! {
         let (d, a) = (params(dialer), params(acceptor));
         let fits = d.secret == a.secret && d.job == a.job && d.epoch == a.epoch && d.world_size == a.world_size
             && target == a.rank.0 && d.rank != a.rank && d.rank.0 < a.world_size;
-        let (mut dialing, opening) = Handshake::dial(&d, Rank(target), [1; 32]);
+        let (mut dialing, opening) = Handshake::dial(&d, Rank(target), Purpose::Link, [1; 32]);
         let mut accepting = Handshake::accept(&a, [2; 32]);
         let answer = accepting.receive(&opening).expect("the same version");
         let claim = dialing.receive(&answer.send).expect("the same version");
         match accepting.receive(&claim.send) {
             Ok(welcome) => {
                 prop_assert!(fits);
-                prop_assert_eq!(welcome.done, Some(d.rank));
-                prop_assert_eq!(dialing.receive(&welcome.send).map(|reply| reply.done), Ok(Some(a.rank)));
+                prop_assert_eq!(welcome.done, Some((d.rank, Purpose::Link)));
+                prop_assert_eq!(dialing.receive(&welcome.send).map(|reply| reply.done), Ok(Some((a.rank, Purpose::Link))));
             }
             Err(rejected) => {
                 prop_assert!(!fits);

@@ -1,6 +1,6 @@
 //! The hello's messages as bytes (docs/wire.md, section 1). Fixed sizes, reserved bytes zero.
 
-use super::{NONCE_BYTES, OPENING_BYTES};
+use super::{NONCE_BYTES, OPENING_BYTES, Purpose};
 use crate::frame::PROTOCOL_VERSION;
 use crate::ids::{Epoch, Rank};
 use crate::secret::PROOF_BYTES;
@@ -62,6 +62,7 @@ pub(super) struct Claim {
     pub(super) target: Rank,
     pub(super) epoch: Epoch,
     pub(super) world_size: u32,
+    pub(super) purpose: Purpose,
 }
 
 impl Claim {
@@ -75,6 +76,7 @@ impl Claim {
         out[4..8].copy_from_slice(&self.target.0.to_le_bytes());
         out[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
         out[16..20].copy_from_slice(&self.world_size.to_le_bytes());
+        out[20..24].copy_from_slice(&(self.purpose as u32).to_le_bytes());
         out
     }
 
@@ -85,8 +87,12 @@ impl Claim {
             target: Rank(reader.u32()?),
             epoch: Epoch(reader.u64()?),
             world_size: reader.u32()?,
+            purpose: match reader.u32()? {
+                0 => Purpose::Link,
+                1 => Purpose::State,
+                _ => return Err(Malformed("unknown purpose of a link")),
+            },
         };
-        zeros(reader.u32()?)?;
         reader.finish()?;
         Ok(claim)
     }

@@ -15,7 +15,7 @@ type Ends = (Option<Result<Rank, Fault>>, Option<Result<Rank, Fault>>);
 
 /// Runs a hello in which `tamper(n, bytes)` may change the n-th message on its way.
 fn run(dialer: &HelloParams, acceptor: &HelloParams, mut tamper: impl FnMut(usize, &mut Vec<u8>)) -> Ends {
-    let (dial, opening) = Handshake::dial(dialer, PEER, [0xd1; 32]);
+    let (dial, opening) = Handshake::dial(dialer, PEER, Purpose::Link, [0xd1; 32]);
     let mut sides = [dial, Handshake::accept(acceptor, [0xac; 32])];
     let mut ends = [None, None];
     let mut message = opening.to_vec();
@@ -27,7 +27,7 @@ fn run(dialer: &HelloParams, acceptor: &HelloParams, mut tamper: impl FnMut(usiz
         }
         match sides[receiver].receive(&message) {
             Ok(reply) => {
-                ends[receiver] = reply.done.map(Ok).or(ends[receiver].take());
+                ends[receiver] = reply.done.map(|(peer, _)| Ok(peer)).or(ends[receiver].take());
                 message = reply.send.to_vec();
             }
             Err(rejected) => {
@@ -39,6 +39,18 @@ fn run(dialer: &HelloParams, acceptor: &HelloParams, mut tamper: impl FnMut(usiz
     }
     let [dialer, acceptor] = ends;
     (dialer, acceptor)
+}
+
+#[test]
+fn a_process_that_wants_the_state_need_not_be_in_the_epoch() {
+    let acceptor = HelloParams { epoch: Epoch(9), ..params(PEER) };
+    let (mut dial, opening) = Handshake::dial(&params(DIALER), PEER, Purpose::State, [1; 32]);
+    let mut accept = Handshake::accept(&acceptor, [2; 32]);
+    let answer = accept.receive(&opening).unwrap();
+    let claim = dial.receive(&answer.send).unwrap();
+    let verdict = accept.receive(&claim.send).unwrap();
+    assert_eq!(verdict.done, Some((DIALER, Purpose::State)));
+    assert_eq!(dial.receive(&verdict.send).unwrap().done, Some((PEER, Purpose::State)));
 }
 
 fn honest(dialer: &HelloParams, acceptor: &HelloParams) -> Ends {
@@ -64,7 +76,7 @@ fn ranks_that_know_the_secret_meet() {
 
 #[test]
 fn messages_have_their_sizes_and_each_side_ends() {
-    let (mut dialer, opening) = Handshake::dial(&params(DIALER), PEER, [1; 32]);
+    let (mut dialer, opening) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]);
     let mut acceptor = Handshake::accept(&params(PEER), [2; 32]);
     assert_eq!((dialer.wanted(), acceptor.wanted()), (40, 40));
     let answer = acceptor.receive(&opening).unwrap();
@@ -72,9 +84,9 @@ fn messages_have_their_sizes_and_each_side_ends() {
     let claim = dialer.receive(&answer.send).unwrap();
     assert_eq!((claim.send.len(), claim.done, dialer.wanted()), (56, None, 56));
     let verdict = acceptor.receive(&claim.send).unwrap();
-    assert_eq!((verdict.send.len(), verdict.done, acceptor.wanted()), (56, Some(DIALER), 0));
+    assert_eq!((verdict.send.len(), verdict.done, acceptor.wanted()), (56, Some((DIALER, Purpose::Link)), 0));
     let end = dialer.receive(&verdict.send).unwrap();
-    assert_eq!((end.send.len(), end.done, dialer.wanted()), (0, Some(PEER), 0));
+    assert_eq!((end.send.len(), end.done, dialer.wanted()), (0, Some((PEER, Purpose::Link)), 0));
     for mut over in [dialer, acceptor] {
         for bytes in [&[][..], &[0; 40], &[0; 56]] {
             assert_eq!(over.receive(bytes).unwrap_err().fault.kind, FaultKind::ProtocolViolation);
@@ -179,7 +191,7 @@ fn garbage_is_a_violation_at_every_stage_and_tells_the_sender_nothing() {
     for garbage in [[0; 40], [0xff; 40], *b"GET / HTTP/1.1\r\nHost: 127.0.0.1:29500\r\n\r"] {
         let rejected = Handshake::accept(&params(PEER), [2; 32]).receive(&garbage).unwrap_err();
         assert_eq!((rejected.fault.kind, rejected.send.len()), (FaultKind::ProtocolViolation, 0));
-        let rejected = Handshake::dial(&params(DIALER), PEER, [1; 32]).0.receive(&garbage).unwrap_err();
+        let rejected = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]).0.receive(&garbage).unwrap_err();
         assert_eq!((rejected.fault.kind, rejected.send.len()), (FaultKind::ProtocolViolation, 0));
     }
     let mut reserved_set = [0; 40];
@@ -194,7 +206,8 @@ fn messages_of_another_length_are_refused() {
         let bytes = [0x47; 4096];
         let rejected = Handshake::accept(&params(PEER), [2; 32]).receive(&bytes[..length]).unwrap_err();
         assert_eq!((rejected.fault.kind, rejected.fault.rank), (FaultKind::ProtocolViolation, None));
-        let rejected = Handshake::dial(&params(DIALER), PEER, [1; 32]).0.receive(&bytes[..length]).unwrap_err();
+        let rejected =
+            Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]).0.receive(&bytes[..length]).unwrap_err();
         assert_eq!((rejected.fault.kind, rejected.fault.rank), (FaultKind::ProtocolViolation, Some(PEER)));
     }
 }
@@ -217,7 +230,7 @@ fn any_changed_bit_keeps_both_sides_from_trusting_each_other() {
 
 #[test]
 fn an_echo_is_refused() {
-    let (mut dialer, opening) = Handshake::dial(&params(DIALER), PEER, [1; 32]);
+    let (mut dialer, opening) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]);
     let rejected = dialer.receive(&opening).unwrap_err();
     assert_eq!(rejected.fault.kind, FaultKind::ProtocolViolation);
     assert!(rejected.fault.detail.contains("our own nonce"), "{}", rejected.fault);
@@ -236,7 +249,7 @@ fn an_echo_is_refused() {
 #[test]
 fn a_rank_cannot_be_made_to_answer_its_own_challenge() {
     // The attacker is dialled by rank 2, and dials rank 2 in turn, passing on whatever it gets.
-    let (mut dialing, opening) = Handshake::dial(&params(DIALER), PEER, [1; 32]);
+    let (mut dialing, opening) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]);
     let mut accepting = Handshake::accept(&params(DIALER), [2; 32]);
     let answer = accepting.receive(&opening).unwrap();
     let claim = dialing.receive(&answer.send).unwrap();
@@ -251,14 +264,14 @@ fn a_recorded_hello_does_not_open_a_second_link() {
     let mut acceptor = Handshake::accept(&params(PEER), [0xad; 32]);
     acceptor.receive(&recorded[0]).unwrap();
     assert_eq!(acceptor.receive(&recorded[2]).unwrap_err().fault.kind, FaultKind::SecretMismatch);
-    let (mut dialer, _) = Handshake::dial(&params(DIALER), PEER, [0xd2; 32]);
+    let (mut dialer, _) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [0xd2; 32]);
     dialer.receive(&recorded[1]).unwrap();
     assert_eq!(dialer.receive(&recorded[3]).unwrap_err().fault.kind, FaultKind::SecretMismatch);
 }
 
 #[test]
 fn a_closed_link_names_the_peer_that_was_dialled() {
-    let (mut dialer, _) = Handshake::dial(&params(DIALER), PEER, [1; 32]);
+    let (mut dialer, _) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]);
     assert_eq!((dialer.closed().kind, dialer.closed().rank), (FaultKind::AddressUnreachable, Some(PEER)));
     dialer.receive(&Opening { nonce: [2; 32] }.encode()).unwrap();
     assert_eq!((dialer.closed().kind, dialer.closed().rank), (FaultKind::AddressUnreachable, Some(PEER)));
@@ -269,7 +282,7 @@ fn a_closed_link_names_the_peer_that_was_dialled() {
 #[test]
 fn the_secret_shows_nowhere() {
     let secret = params(DIALER).secret.to_hex();
-    let (handshake, _) = Handshake::dial(&params(DIALER), PEER, [1; 32]);
+    let (handshake, _) = Handshake::dial(&params(DIALER), PEER, Purpose::Link, [1; 32]);
     let shown: String = format!("{handshake:?}");
     assert!(shown.contains("Secret(..)") && !shown.contains(&secret) && !shown.contains("7, 7, 7"), "{shown}");
 }

@@ -69,6 +69,11 @@ pub enum Body {
     },
     /// What a member knows, for who cannot read the log from its start.
     Snapshot(Snapshot),
+    /// A process that joined a running job has what it needs to take part.
+    Ready {
+        /// Its Join.
+        author: RecordId,
+    },
 }
 
 /// A member as a proposal names it.
@@ -87,6 +92,8 @@ impl Body {
     pub const PROPOSE: u16 = 2;
     /// The kind of a Snapshot.
     pub const SNAPSHOT: u16 = 8;
+    /// The kind of a Ready.
+    pub const READY: u16 = 9;
 
     /// The number of this kind in the record's header.
     #[must_use]
@@ -100,6 +107,7 @@ impl Body {
             Self::Alive { .. } => 6,
             Self::Suspect { .. } => 7,
             Self::Snapshot(_) => Self::SNAPSHOT,
+            Self::Ready { .. } => Self::READY,
         }
     }
 
@@ -127,7 +135,7 @@ impl Body {
                 out.extend_from_slice(author);
                 fault.encode(&mut out);
             }
-            Self::Left { author } => out.extend_from_slice(author),
+            Self::Left { author } | Self::Ready { author } => out.extend_from_slice(author),
             Self::Challenge => {}
             Self::Alive { challenge } => out.extend_from_slice(challenge),
             Self::Suspect { author, epoch, member, reason } => {
@@ -176,6 +184,7 @@ impl Body {
                 reason: owned_text(&mut reader, FAULT_DETAIL_BYTES_MAX)?,
             },
             Self::SNAPSHOT => Self::Snapshot(decode_snapshot(&mut reader)?),
+            Self::READY => Self::Ready { author: reader.array()? },
             _ => return Ok(None),
         };
         reader.finish()?;
@@ -184,7 +193,7 @@ impl Body {
 }
 
 fn encode_snapshot(snapshot: &Snapshot, out: &mut Vec<u8>) {
-    let Snapshot { view, candidates, gone, retired } = snapshot;
+    let Snapshot { view, candidates, ready, gone, retired } = snapshot;
     out.extend_from_slice(&view.epoch.0.to_le_bytes());
     out.extend_from_slice(&view.id);
     for members in [&view.members, candidates] {
@@ -195,6 +204,8 @@ fn encode_snapshot(snapshot: &Snapshot, out: &mut Vec<u8>) {
             member.endpoint.encode(out);
         }
     }
+    out.extend_from_slice(&(ready.len() as u32).to_le_bytes());
+    out.extend(ready.iter().flatten());
     out.extend_from_slice(&(gone.len() as u32).to_le_bytes());
     for (id, departure) in gone {
         out.extend_from_slice(id);
@@ -219,12 +230,13 @@ fn decode_snapshot(reader: &mut Reader<'_>) -> Result<Snapshot, Malformed> {
         return Err(Malformed("members that are not in the order of their ranks"));
     }
     let candidates = list(reader, SNAPSHOT_CANDIDATES_MAX, member)?;
+    let ready = list(reader, SNAPSHOT_CANDIDATES_MAX, |reader| reader.array())?;
     let gone = list(reader, SNAPSHOT_GONE_MAX, |reader| {
         let (id, by) = (reader.array()?, reader.u32()?);
         Ok((id, if by == u32::MAX { Departure::Left } else { Departure::Suspected(Rank(by)) }))
     })?;
     let retired = list(reader, super::RETIRED_MAX, |reader| reader.array())?;
-    Ok(Snapshot { view: View { epoch, id, members }, candidates, gone, retired })
+    Ok(Snapshot { view: View { epoch, id, members }, candidates, ready, gone, retired })
 }
 
 /// A list behind its 4-byte length, which is checked before anything is read or allocated.
@@ -275,9 +287,11 @@ mod tests {
             Body::Snapshot(Snapshot {
                 view: View { epoch: Epoch(3), id: [8; 16], members: vec![member(0), member(2)] },
                 candidates: vec![member(7)],
+                ready: vec![[7; 16]],
                 gone: vec![([2; 16], Departure::Left), ([7; 16], Departure::Suspected(Rank(0)))],
                 retired: vec![[1; 16]],
             }),
+            Body::Ready { author: [4; 16] },
         ]
     }
 
@@ -303,14 +317,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_bodies_never_panic(kind in 0_u16..10, bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn random_bodies_never_panic(kind in 0_u16..11, bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             if let Ok(Some(body)) = Body::decode(kind, &bytes) {
                 prop_assert_eq!(Body::decode(kind, &body.encode()), Ok(Some(body)));
             }
         }
 
         #[test]
-        fn damaged_bodies_never_panic(index in 0_usize..9, position in 0_usize..400, value in any::<u8>()) {
+        fn damaged_bodies_never_panic(index in 0_usize..10, position in 0_usize..400, value in any::<u8>()) {
             let body = &bodies()[index];
             let mut bytes = body.encode();
             if !bytes.is_empty() {

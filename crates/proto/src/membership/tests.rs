@@ -99,8 +99,13 @@ fn a_restarted_rank_waits_until_its_predecessor_is_gone() {
     log.apply(Rank(0), id(51), &suspect(&log, 0, 1));
     assert!(log.is_change_due());
     log.apply(Rank(0), id(52), &log.clone().proposal(id(0)));
+    assert_eq!(names(&log), [(0, id(0))], "it has not got the state yet");
+    assert_eq!(log.apply(Rank(1), id(53), &Body::Ready { author: id(50) }), Change::Candidate);
+    assert_eq!(log.apply(Rank(1), id(53), &Body::Ready { author: id(50) }), Change::None);
+    assert!(log.is_change_due());
+    log.apply(Rank(0), id(54), &log.clone().proposal(id(0)));
     assert_eq!(names(&log), [(0, id(0)), (1, id(50))]);
-    assert!(log.candidates().is_empty());
+    assert!(log.candidates().is_empty() && log.snapshot().ready.is_empty());
 }
 
 /// Found by simulation: members go on in a log that was lost before one of them has written it again.
@@ -133,6 +138,14 @@ fn who_reads_a_lost_log_from_its_new_start_comes_to_the_view_of_those_who_lived_
 fn a_job_grows_by_who_joins_and_shrinks_by_who_leaves() {
     let mut log = started(2);
     log.apply(Rank(2), id(2), &join());
+    let early = Body::Propose {
+        author: id(0),
+        epoch: Epoch(2),
+        base: log.view().id,
+        members: (0..3).map(|rank| ProposedMember { rank: Rank(rank), id: id(rank) }).collect(),
+    };
+    assert_eq!(log.apply(Rank(0), id(59), &early), Change::None, "it is not ready");
+    log.apply(Rank(2), id(58), &Body::Ready { author: id(2) });
     log.apply(Rank(0), id(60), &log.clone().proposal(id(0)));
     assert_eq!(names(&log).len(), 3);
     log.apply(Rank(0), id(61), &Body::Left { author: id(0) });
@@ -162,6 +175,7 @@ fn a_log_that_was_lost_is_taken_from_snapshots_and_divergence_is_found() {
 #[derive(Clone, Debug)]
 enum Deed {
     Join(u32),
+    Ready(u32),
     Leave(u32),
     Suspect(u32, u32),
     Propose(u32),
@@ -172,6 +186,7 @@ fn deeds() -> impl Strategy<Value = Vec<(Deed, usize)>> {
     let process = 0_u32..8;
     let deed = prop_oneof![
         2 => process.clone().prop_map(Deed::Join),
+        2 => process.clone().prop_map(Deed::Ready),
         1 => process.clone().prop_map(Deed::Leave),
         2 => (process.clone(), process.clone()).prop_map(|(by, of)| Deed::Suspect(by, of)),
         4 => process.prop_map(Deed::Propose),
@@ -189,6 +204,8 @@ fn written(deeds: &[(Deed, usize)], repeats: bool) -> Vec<(Rank, RecordId, Body)
         let next = match deed {
             Deed::Join(process) => (Rank(process % 4), id(*process), join()),
             // Nobody leaves before it joined, or suspects whom it has never heard of.
+            Deed::Ready(process) if !is_known(&read(&records), *process) => continue,
+            Deed::Ready(process) => record(*process, Body::Ready { author: id(*process) }),
             Deed::Leave(process) if !is_known(&read(&records), *process) => continue,
             Deed::Leave(process) => record(*process, Body::Left { author: id(*process) }),
             Deed::Suspect(_, of) if !is_known(&seen, *of) => continue,

@@ -28,7 +28,7 @@ use super::{Event, Recovery, Session, at_first, name_ranks};
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
-use crate::frame::{FLAG_HAS_ALL, FLAG_STUCK, FrameHeader, Location};
+use crate::frame::{FLAG_HAS_ALL, FLAG_NEWCOMER, FLAG_STUCK, FrameHeader, Location};
 use crate::ids::{Epoch, Rank, Step, TensorId};
 use crate::limits::MESSAGE_BODY_BYTES_MAX;
 use crate::plan::Plan;
@@ -38,6 +38,10 @@ use crate::wire::Reader;
 const EMPTY_BYTES: usize = 12;
 /// Most tensors that a Sync can name.
 const EMPTIES_MAX: usize = MESSAGE_BODY_BYTES_MAX / EMPTY_BYTES;
+
+/// Why a step does not stand.
+const ABORTED: &str =
+    "members changed in the middle of this step, and its operations cannot be done again by those that there are now";
 
 /// A commit in progress.
 #[derive(Debug)]
@@ -145,6 +149,10 @@ impl Session {
             );
             return Some(Fault::new(FaultKind::RankDied, detail).at(rank));
         }
+        if self.suspended {
+            let detail = "too few ranks were left to go on, and no others came in time: start more, or allow fewer";
+            return Some(Fault::new(FaultKind::DeadlineExceeded, detail));
+        }
         if !self.syncing {
             return None;
         }
@@ -159,7 +167,8 @@ impl Session {
     /// all come to the same decision: the step that they are in stands if all of them have all of its results, and is
     /// done again by them, or aborted, otherwise. Whoever is no member any more has no say from now on. [`Event::Entered`] says what to do next. An epoch that is not later than the present one
     /// changes nothing.
-    pub fn enter(&mut self, epoch: Epoch, members: &[Rank]) {
+    /// `fresh` are those of them that are other processes than the last that had their ranks: they were in no epoch before.
+    pub fn enter(&mut self, epoch: Epoch, members: &[Rank], fresh: &[Rank]) {
         let Some(seat) = members.iter().position(|rank| *rank == self.config.rank) else { return };
         if self.fault.is_some() || epoch <= self.config.epoch {
             return;
@@ -172,9 +181,8 @@ impl Session {
             let member = members.contains(&rank);
             if !member {
                 (peer.removed, peer.down, peer.goodbye_acked) = (true, true, true);
-            } else if peer.removed {
-                // Another process, with a rank that was free.
-                *peer = PeerState::default();
+            } else if peer.removed || fresh.contains(&rank) {
+                *peer = PeerState { sync: peer.sync.take().filter(|sync| sync.epoch >= epoch), ..PeerState::default() };
             }
             peer.manifest.clear();
             peer.landings.clear();
@@ -186,11 +194,13 @@ impl Session {
         self.queue.clear();
         self.blocked = Bits::new(ranks);
         self.rounds_taken = self.rounds;
+        // What a newcomer was told in an epoch that it has not seen through is of no use.
+        self.newcomer = self.newcomer.take().map(|_| super::newcomer::Told::default());
         if let Some(committing) = &mut self.committing {
             committing.said = false;
         }
         self.lay_out_anew(members);
-        (self.syncing, self.own_sync) = (true, None);
+        (self.syncing, self.suspended, self.own_sync) = (true, false, None);
         self.events.push_back(Event::Entered);
         // What was said of them in the last epoch does not count in this one.
         for peer in self.others() {
@@ -202,7 +212,7 @@ impl Session {
     }
 
     /// The layout of all that is declared, for the members of this epoch.
-    fn lay_out_anew(&mut self, members: &[Rank]) {
+    pub(super) fn lay_out_anew(&mut self, members: &[Rank]) {
         self.plan = Plan::new(members.into());
         for round in &self.declared {
             self.plan.extend(round);
@@ -231,6 +241,7 @@ impl Session {
             rounds: self.rounds,
             has_all: self.committing.is_some() && self.active.is_empty(),
             stuck,
+            newcomer: self.newcomer.is_some(),
             landing: Location::default(),
             empties: if stuck { Vec::new() } else { empties },
         });
@@ -257,7 +268,7 @@ impl Session {
         plan.elements > 0 && !again
     }
 
-    fn is_in_epoch(&self, peer: Rank) -> bool {
+    pub(super) fn is_in_epoch(&self, peer: Rank) -> bool {
         self.peers[peer.index()].sync.as_ref().is_some_and(|sync| sync.epoch == self.config.epoch)
     }
 
@@ -278,6 +289,7 @@ impl Session {
             rounds: header.unit_count,
             has_all: header.flags & FLAG_HAS_ALL != 0,
             stuck: header.flags & FLAG_STUCK != 0,
+            newcomer: header.flags & FLAG_NEWCOMER != 0,
             landing: header.location,
             empties,
         };
@@ -295,26 +307,33 @@ impl Session {
     }
 
     /// Decides, once every member has said how far it is.
-    fn check_synced(&mut self, now: u64) {
+    pub(super) fn check_synced(&mut self, now: u64) {
         let Some(own) = self.own_sync.clone().filter(|_| self.syncing) else { return };
-        if !self.others().all(|peer| self.is_in_epoch(peer)) {
+        if !self.others().all(|peer| self.is_in_epoch(peer)) || self.is_orphaned() || !self.is_told() {
             return;
         }
         self.syncing = false;
         let peers = self.others().filter_map(|peer| self.peers[peer.index()].sync.clone());
-        let syncs: Vec<Sync> = peers.chain([own.clone()]).collect();
+        let all: Vec<Sync> = peers.chain([own.clone()]).collect();
+        let newcomers = all.iter().any(|sync| sync.newcomer);
+        // Newcomers have no say: they take over what the others come to.
+        let syncs: Vec<Sync> = all.into_iter().filter(|sync| !sync.newcomer).collect();
         let commits = syncs.iter().map(|sync| sync.commits).max().unwrap_or(own.commits);
         let rounds = syncs.iter().map(|sync| sync.rounds).max().unwrap_or(own.rounds);
+        for peer in self.others() {
+            let state = &mut self.peers[peer.index()];
+            state.landings.push(state.sync.as_ref().map_or(Location::default(), |sync| sync.landing));
+            state.rounds_ready = rounds;
+        }
+        if own.newcomer {
+            self.take_over(rounds, now);
+            return;
+        }
         let behind = syncs.iter().any(|sync| sync.commits < commits && !(sync.commits + 1 == commits && sync.has_all));
         if behind || own.rounds < rounds && (own.rounds + 1 < rounds || self.declared.len() < rounds as usize) {
             let detail = "members that go on together have come unequally far: please report this as a bug";
             self.fail(Fault::new(FaultKind::Diverged, detail));
             return;
-        }
-        for peer in self.others() {
-            let state = &mut self.peers[peer.index()];
-            state.landings.push(state.sync.as_ref().map_or(Location::default(), |sync| sync.landing));
-            state.rounds_ready = rounds;
         }
         if own.rounds < rounds {
             self.end_round();
@@ -326,12 +345,20 @@ impl Session {
             self.events.push_back(Event::Committed { commits: self.commits });
         }
         let at_step = |sync: &&Sync| sync.commits == self.commits;
-        if syncs.iter().filter(at_step).any(|sync| sync.stuck) {
-            self.abort_step();
+        // A newcomer repeats the whole step: whoever is through with an empty operation would be one ahead of it.
+        let stuck = |sync: &Sync| sync.stuck || newcomers && !sync.empties.is_empty();
+        if syncs.iter().filter(at_step).any(stuck) {
+            self.abort_step(ABORTED);
         } else {
             self.pass_empties(syncs.iter().filter(at_step).flat_map(|sync| sync.empties.iter().copied()).collect());
             self.redo_step(now);
         }
+        self.tell_newcomers();
+        self.begin_again(now);
+    }
+
+    /// It is known what becomes of the step: the exchange goes on.
+    pub(super) fn begin_again(&mut self, now: u64) {
         for peer in self.others() {
             self.outgoing.push_back(Outgoing::Synced(peer));
         }
@@ -386,7 +413,7 @@ impl Session {
     }
 
     /// The step's operations end without a result, and the step begins anew.
-    fn abort_step(&mut self) {
+    pub(super) fn abort_step(&mut self, why: &str) {
         for tensor in mem::take(&mut self.touched) {
             let state = &mut self.tensors[tensor.index()];
             (state.step, state.since_commit, state.active) = (state.base, 0, false);
@@ -394,16 +421,13 @@ impl Session {
         }
         self.active.clear();
         self.committing = None;
-        let detail = format!(
-            "a rank was lost in the middle of this step, and its operations cannot be done again: repeat the step from its beginning; {} goes on with {}",
-            self.config.epoch,
-            name_ranks(self.members().iter().copied())
-        );
+        let members = name_ranks(self.members().iter().copied());
+        let detail = format!("{why}: repeat the step from its beginning; {} has {members}", self.config.epoch);
         self.events.push_back(Event::Aborted(Fault::new(FaultKind::StepAborted, detail)));
     }
 
     /// The next reductions of what this rank owns of the tensor have its step.
-    fn expect(&mut self, tensor: TensorId) {
+    pub(super) fn expect(&mut self, tensor: TensorId) {
         let step = self.tensors[tensor.index()].step;
         let plan = self.plan.tensor(tensor);
         let state = &mut self.buckets[plan.bucket.index()];
@@ -467,7 +491,8 @@ pub(super) fn write_sync(sync: &Sync, landing: Location, header: &mut FrameHeade
     header.step = Step(sync.commits);
     header.unit_count = sync.rounds;
     header.location = landing;
-    header.flags = if sync.has_all { FLAG_HAS_ALL } else { 0 } | if sync.stuck { FLAG_STUCK } else { 0 };
+    let flags = [(sync.has_all, FLAG_HAS_ALL), (sync.stuck, FLAG_STUCK), (sync.newcomer, FLAG_NEWCOMER)];
+    header.flags = flags.into_iter().filter(|(set, _)| *set).map(|(_, flag)| flag).sum();
     for (tensor, step) in &sync.empties {
         body.extend(tensor.0.to_le_bytes());
         body.extend(step.0.to_le_bytes());

@@ -38,8 +38,11 @@ enum State {
 struct Node {
     session: Session,
     state: State,
-    /// Views that it knows.
+    /// Views that it knows, and the first that it was in.
     views: usize,
+    born: usize,
+    /// Steps that were final when it joined; nothing until it knows.
+    first: Option<u64>,
     /// By unit: the result's origin.
     results: Vec<Option<Origin>>,
     /// Those of the last epoch, until it is known what becomes of the step.
@@ -58,10 +61,37 @@ struct Node {
 struct World {
     nodes: Vec<Node>,
     links: Vec<Vec<VecDeque<Packet>>>,
-    views: Vec<(Epoch, Vec<Rank>)>,
+    /// With the rank that joins in it, if one does.
+    views: Vec<(Epoch, Vec<Rank>, Option<Rank>)>,
+    declared: Vec<Declaration>,
     tensors: u32,
     random: u64,
     now: u64,
+}
+
+impl Node {
+    fn new(session: Session, born: usize, first: Option<u64>) -> Self {
+        Self {
+            session,
+            state: State::Runs,
+            views: born,
+            born,
+            first,
+            results: Vec::new(),
+            before: None,
+            waits_for: Vec::new(),
+            posted: false,
+            committing: false,
+            committed: Vec::new(),
+            aborted: 0,
+            again: 0,
+            fault: None,
+        }
+    }
+
+    fn commits(&self) -> Option<u64> {
+        Some(self.first? + self.committed.len() as u64)
+    }
 }
 
 fn declarations(sizes: &[u64]) -> Vec<Declaration> {
@@ -85,20 +115,7 @@ impl World {
                     first_step: Step(0),
                     timing,
                 };
-                Node {
-                    session: Session::new(config),
-                    state: State::Runs,
-                    views: 0,
-                    results: Vec::new(),
-                    before: None,
-                    waits_for: Vec::new(),
-                    posted: false,
-                    committing: false,
-                    committed: Vec::new(),
-                    aborted: 0,
-                    again: 0,
-                    fault: None,
-                }
+                Node::new(Session::new(config), 0, Some(0))
             })
             .collect();
         for node in &mut nodes {
@@ -106,11 +123,12 @@ impl World {
         }
         let count = size as usize;
         let links = vec![vec![VecDeque::new(); count]; count];
-        let mut world = Self { nodes, links, views: Vec::new(), tensors: sizes.len() as u32, random: seed | 1, now: 0 };
+        let (views, tensors) = (Vec::new(), sizes.len() as u32);
+        let mut world = Self { nodes, links, views, declared, tensors, random: seed | 1, now: 0 };
         world.drain();
         for node in &mut world.nodes {
             assert_eq!(node.session.take_manifests().len(), count);
-            node.session.lay_out(&declared);
+            node.session.lay_out(&world.declared);
             node.results = vec![None; node.session.plan().units.len()];
             node.session.prepare(&vec![Location::default(); count]);
         }
@@ -204,7 +222,7 @@ impl World {
                     (node.posted, node.committing) = (false, false);
                 }
                 Event::Committed { commits } => {
-                    assert_eq!(commits, node.committed.len() as u64 + 1, "one after the other");
+                    assert_eq!(Some(commits), node.commits().map(|before| before + 1), "one after the other");
                     let results = node.before.as_ref().unwrap_or(&node.results);
                     // Where there is nothing to add, nobody need have added it.
                     let units = node.session.plan().units.iter();
@@ -214,7 +232,10 @@ impl World {
                     node.committed.push(origins);
                     (node.posted, node.committing) = (false, false);
                 }
-                Event::Synced => node.before = None,
+                Event::Synced => {
+                    node.before = None;
+                    node.first.get_or_insert(node.session.commits());
+                }
                 Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
                 Event::Farewell | Event::Spoilt { .. } => unreachable!("{event:?}"),
             }
@@ -226,7 +247,7 @@ impl World {
     fn train(&mut self, rank: usize) -> usize {
         let tensors = self.tensors;
         let node = &mut self.nodes[rank];
-        if node.state != State::Runs || node.fault.is_some() || node.committed.len() as u64 == STEPS {
+        if node.state != State::Runs || node.fault.is_some() || node.commits().is_none_or(|commits| commits == STEPS) {
             return 0;
         }
         if !node.posted {
@@ -248,7 +269,10 @@ impl World {
     }
 
     fn deliver(&mut self, from: usize, to: usize) -> bool {
-        if self.nodes[to].state == State::Stopped {
+        // Nothing comes over the link to a newcomer until the receiver knows that it is one.
+        let receiver = &self.nodes[to];
+        let knows = receiver.views >= self.nodes[from].born && receiver.session.peers.len() > from;
+        if self.nodes[to].state == State::Stopped || !knows {
             return false;
         }
         let Some(packet) = self.links[from][to].pop_front() else { return false };
@@ -285,23 +309,53 @@ impl World {
     /// A rank learns of the next view, if there is one.
     fn learn(&mut self, rank: usize) -> bool {
         let node = &mut self.nodes[rank];
-        let Some((epoch, members)) = self.views.get(node.views).filter(|_| node.state == State::Runs) else {
+        let Some((epoch, members, joins)) = self.views.get(node.views).filter(|_| node.state == State::Runs) else {
             return false;
         };
         node.views += 1;
-        node.session.enter(*epoch, members);
+        node.session.enter(*epoch, members, joins.as_slice());
         self.take_events(rank);
         true
     }
 
+    /// The present view's epoch and members.
+    fn view(&self) -> (Epoch, Vec<Rank>) {
+        match self.views.last() {
+            Some((epoch, members, _)) => (*epoch, members.clone()),
+            None => (Epoch(1), (0..self.nodes.len() as u32).map(Rank).collect()),
+        }
+    }
+
     /// The others agree to go on without this rank.
     fn remove(&mut self, rank: usize) {
-        let (epoch, mut members) = match self.views.last() {
-            Some((epoch, members)) => (Epoch(epoch.0 + 1), members.clone()),
-            None => (Epoch(2), (0..self.nodes.len() as u32).map(Rank).collect()),
-        };
+        let (epoch, mut members) = self.view();
         members.retain(|member| member.index() != rank);
-        self.views.push((epoch, members));
+        self.views.push((Epoch(epoch.0 + 1), members, None));
+    }
+
+    /// The members agree to take in a process with this rank, which nobody alive has.
+    fn add(&mut self, rank: usize) {
+        let (epoch, mut members) = self.view();
+        members.push(Rank(rank as u32));
+        members.sort_unstable();
+        let epoch = Epoch(epoch.0 + 1);
+        let config = SessionConfig { rank: Rank(rank as u32), epoch, ..*self.nodes[0].session.config() };
+        let session = Session::newcomer(config, &members, &[self.declared.clone()]);
+        self.views.push((epoch, members, Some(Rank(rank as u32))));
+        let node = Node::new(session, self.views.len(), None);
+        if rank < self.nodes.len() {
+            self.nodes[rank] = node;
+            for other in 0..self.nodes.len() {
+                self.links[rank][other].clear();
+                self.links[other][rank].clear();
+            }
+        } else {
+            self.nodes.push(node);
+            self.links.push(Vec::new());
+            let count = self.nodes.len();
+            self.links.iter_mut().for_each(|links| links.resize_with(count, VecDeque::new));
+        }
+        self.take_events(rank);
     }
 
     fn step(&mut self) -> usize {
@@ -340,18 +394,24 @@ impl World {
     }
 
     fn check(&self) {
-        let members = self.views.last().map(|(_, members)| members.clone());
-        let members = members.unwrap_or_else(|| (0..self.nodes.len() as u32).map(Rank).collect());
-        let longest = &self.nodes[members[0].index()].committed;
+        let (_, members) = self.view();
+        let mut agreed: Vec<Option<&Origin>> = vec![None; STEPS as usize];
+        // Where only newcomers are left that nobody told where the job is, it has failed at all of them.
+        let orphans = members.iter().all(|member| self.nodes[member.index()].first.is_none());
         for (rank, node) in self.nodes.iter().enumerate() {
+            if orphans && members.contains(&Rank(rank as u32)) {
+                assert_eq!(node.fault.as_ref().map(|fault| fault.kind), Some(FaultKind::RankDied));
+                continue;
+            }
             assert_eq!(node.fault, None, "rank {rank}");
             if members.contains(&Rank(rank as u32)) {
-                assert_eq!(node.committed.len() as u64, STEPS, "rank {rank} is not through");
+                assert_eq!(node.commits(), Some(STEPS), "rank {rank} is not through");
             }
-            for (step, origins) in node.committed.iter().enumerate() {
-                let one = origins.first();
-                assert!(origins.iter().all(|origin| Some(origin) == one), "rank {rank} step {step}: {origins:?}");
-                assert_eq!(one, longest[step].first(), "rank {rank} has other results of step {step}");
+            for (step, origins) in (node.first.unwrap_or_default() as usize..).zip(&node.committed) {
+                let Some(one) = origins.first() else { continue };
+                assert!(origins.iter().all(|origin| origin == one), "rank {rank} step {step}: {origins:?}");
+                let agreed = *agreed[step].get_or_insert(one);
+                assert_eq!(one, agreed, "rank {rank} has other results of step {step}");
             }
         }
     }
@@ -370,14 +430,16 @@ proptest! {
         sizes in sizes(),
         seed in any::<u64>(),
         // When which rank is lost, and whether it was only stopped.
-        losses in prop::collection::vec((1usize..3000, 0usize..6, any::<bool>()), 0..4),
+        losses in prop::collection::vec((1usize..3000, 0usize..8, any::<bool>()), 0..5),
+        // After which of these losses a process joins, with the lost one's rank or a new one.
+        joins in prop::collection::vec((0usize..5, 0usize..300, any::<bool>()), 0..3),
         redo in prop::bool::weighted(0.8),
     ) {
         let recovery = if redo { Recovery::Redo } else { Recovery::Abort };
         let mut world = World::new(size, &sizes, recovery, seed);
         let mut left = size as usize;
-        for (after, rank, stopped) in losses {
-            let rank = rank % size as usize;
+        for (nth, (after, rank, stopped)) in losses.into_iter().enumerate() {
+            let rank = rank % world.nodes.len();
             for _ in 0..after {
                 world.step();
             }
@@ -388,12 +450,20 @@ proptest! {
             world.nodes[rank].state = if stopped { State::Stopped } else { State::Dead };
             // What it sent last may be lost with it, from some point on.
             if !stopped {
-                for to in 0..size as usize {
+                for to in 0..world.nodes.len() {
                     let kept = world.random(4);
                     world.links[rank][to].truncate(kept);
                 }
             }
             world.remove(rank);
+            for (_, later, again) in joins.iter().filter(|(loss, ..)| *loss == nth) {
+                for _ in 0..*later {
+                    world.step();
+                }
+                let free = *again && world.nodes[rank].state == State::Dead;
+                world.add(if free { rank } else { world.nodes.len() });
+                left += 1;
+            }
         }
         world.finish();
         // Those that were stopped wake up, find what was sent to them before, and change nothing.
@@ -411,6 +481,71 @@ fn without_losses_nothing_is_done_again() {
     world.finish();
     world.check();
     assert!(world.nodes.iter().all(|node| node.again == 0 && node.aborted == 0));
+}
+
+#[test]
+fn a_rank_that_joins_between_two_steps_takes_part_in_the_next_and_nothing_is_done_again() {
+    let mut world = World::new(2, &[0, 10, 200_000], Recovery::Redo, 7);
+    while world.nodes.iter().any(|node| node.committed.is_empty()) {
+        for rank in 0..2 {
+            if world.nodes[rank].committed.is_empty() {
+                world.train(rank);
+            }
+        }
+        world.drain();
+    }
+    assert!(world.nodes.iter().all(|node| node.session.is_between_steps()));
+    world.add(2);
+    assert!(!world.nodes[0].session.is_awaited_in(Epoch(2)));
+    world.learn(0);
+    world.pump(0, usize::MAX);
+    world.deliver(0, 1);
+    assert!(world.nodes[1].session.is_awaited_in(Epoch(2)));
+    world.finish();
+    world.check();
+    assert_eq!(world.nodes[2].first, Some(1));
+    assert_eq!(world.nodes[2].committed[0][0].1, [Rank(0), Rank(1), Rank(2)]);
+    assert!(world.nodes.iter().all(|node| node.again == 0 && node.aborted == 0));
+}
+
+#[test]
+fn a_newcomer_that_fails_before_it_knows_where_the_others_are_tells_nobody() {
+    let mut world = World::new(2, &[10], Recovery::Redo, 7);
+    world.add(2);
+    let session = &mut world.nodes[2].session;
+    session.fail(Fault::new(FaultKind::System, "no memory"));
+    let mut bytes = MessageBytes::new();
+    assert_eq!(session.peek_message(&mut bytes), None);
+}
+
+#[test]
+fn a_step_that_is_given_up_waits_for_others_and_is_repeated_with_them() {
+    let mut world = World::new(3, &[10, 200_000], Recovery::Redo, 7);
+    for rank in 0..3 {
+        world.train(rank);
+    }
+    for rank in 0..3 {
+        world.pump(rank, 3);
+        world.deliver(rank, (rank + 1) % 3);
+    }
+    for lost in [1, 2] {
+        world.nodes[lost].state = State::Dead;
+    }
+    world.nodes[0].session.give_up_step("too few ranks are left");
+    world.take_events(0);
+    assert_eq!(world.nodes[0].aborted, 1);
+    // What is posted again waits; what still comes of the old step does not count.
+    world.train(0);
+    world.drain();
+    assert!(world.nodes[0].committed.is_empty() && !world.nodes[0].waits_for.is_empty());
+    world.remove(1);
+    world.views.pop();
+    world.remove(2);
+    world.views.last_mut().unwrap().1.retain(|rank| *rank != Rank(1));
+    world.add(1);
+    world.finish();
+    world.check();
+    assert_eq!(world.nodes[0].committed[0][0].1, [Rank(0), Rank(1)]);
 }
 
 #[test]
@@ -492,6 +627,6 @@ fn a_peer_without_a_link_is_reported_in_every_epoch_that_has_it() {
     world.nodes[0].session.handle_link_down(Rank(1), Fault::new(FaultKind::RankDied, "cut"));
     assert_eq!(lost(&mut world), 1);
     // The others were quicker to go on without rank 2.
-    world.nodes[0].session.enter(Epoch(2), &[Rank(0), Rank(1)]);
+    world.nodes[0].session.enter(Epoch(2), &[Rank(0), Rank(1)], &[]);
     assert_eq!(lost(&mut world), 1);
 }

@@ -274,7 +274,13 @@ impl Session {
         let removed = self.peers[peer.index()].removed;
         // A peer may enter an epoch before this rank hears of it.
         let early = header.kind == FrameKind::Sync && header.epoch > self.config.epoch;
-        if removed || header.epoch != self.config.epoch && !early {
+        // Of a step that was given up nothing counts.
+        let off = self.suspended
+            && !matches!(
+                header.kind,
+                FrameKind::Heartbeat | FrameKind::Sync | FrameKind::Abort | FrameKind::Goodbye | FrameKind::GoodbyeAck
+            );
+        if removed || off || header.epoch != self.config.epoch && !early {
             self.reject_stale(peer);
             return Ok(());
         }
@@ -282,6 +288,7 @@ impl Session {
             FrameKind::Heartbeat => Ok(()),
             FrameKind::Sync => self.handle_sync(peer, header, body, now),
             FrameKind::Synced => self.handle_synced(peer),
+            FrameKind::Steps => self.handle_steps(peer, header, body, now),
             FrameKind::HasAll => self.handle_has_all(peer, header),
             FrameKind::Ack => self.handle_ack(peer, header, now),
             FrameKind::Nack => self.handle_nack(peer, header, body),

@@ -12,7 +12,7 @@
 //! 5. sleep no longer than [`Session::poll_timeout`].
 //!
 //! Where members may change, a driver also calls [`Session::enter`] when they do, and [`Session::begin_commit`] at the
-//! end of each step: see there.
+//! end of each step: see there. A rank that joins later begins with [`Session::newcomer`].
 //!
 //! Invariants: a unit's contribution of a step is counted once per rank; a unit is reduced only with all
 //! contributions of one step; nothing is accepted twice, and nothing of another epoch or step. A fault is latched:
@@ -22,6 +22,7 @@ mod declare;
 mod departure;
 mod epoch;
 mod frames;
+mod newcomer;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -79,6 +80,10 @@ pub struct Session {
     committing: Option<epoch::Committing>,
     /// An epoch was entered, and it is not known yet what becomes of the step.
     syncing: bool,
+    /// The step was given up here: nothing is exchanged until the next epoch.
+    suspended: bool,
+    /// This rank is in its first epoch, and does not know yet where the others are.
+    newcomer: Option<newcomer::Told>,
     /// What this rank said of itself in the present epoch, once its memory was laid out.
     own_sync: Option<Sync>,
     /// What was agreed on, by declaration round: those that are over, and the one in progress if it is laid out.
@@ -117,6 +122,8 @@ impl Session {
             commits: 0,
             committing: None,
             syncing: false,
+            suspended: false,
+            newcomer: None,
             own_sync: None,
             declared: Vec::new(),
             heartbeat_at: 0,
@@ -427,8 +434,8 @@ impl Session {
         self.declaring = None;
         self.committing = None;
         self.syncing = false;
-        // Those who went on without this rank are not concerned.
-        if fault.kind != FaultKind::Removed {
+        // Those who went on without this rank, or never counted on it, are not concerned.
+        if fault.kind != FaultKind::Removed && self.newcomer.is_none() {
             for peer in self.others() {
                 if self.peers[peer.index()].reachable() {
                     self.outgoing.push_back(Outgoing::Abort(peer));

@@ -297,6 +297,8 @@ pub(super) struct Sync {
     pub(super) has_all: bool,
     /// It cannot do its part of that step again.
     pub(super) stuck: bool,
+    /// This is its first epoch: it has no part in what the others were at.
+    pub(super) newcomer: bool,
     /// Where the receiver's contributions are to be written.
     pub(super) landing: Location,
     /// Tensors without elements that were posted in the step, and the step each is at.
@@ -329,6 +331,7 @@ pub(super) enum Outgoing {
     HasAll { peer: Rank, commits: u64 },
     Sync { peer: Rank, landing: Location },
     Synced(Rank),
+    Steps { peer: Rank, offset: u32 },
 }
 
 impl Outgoing {
@@ -346,7 +349,8 @@ impl Outgoing {
             | Self::Manifest { peer, .. }
             | Self::Ready { peer, .. }
             | Self::HasAll { peer, .. }
-            | Self::Sync { peer, .. } => *peer,
+            | Self::Sync { peer, .. }
+            | Self::Steps { peer, .. } => *peer,
         }
     }
 }

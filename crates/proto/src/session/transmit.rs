@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use arrayvec::ArrayVec;
 
 use super::epoch::write_sync;
+use super::newcomer::STEPS_PER_MESSAGE;
 use super::state::Outgoing;
 use super::{Data, Session, Transmit};
 use crate::frame::{FLAG_NACK_RESULT, FLAG_NONFINITE, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
@@ -39,10 +40,20 @@ impl Session {
     /// The message of the last [`Session::peek_message`] was taken by the transport.
     pub fn pop_message(&mut self) {
         let Some(message) = self.outgoing.pop_front() else { return };
-        let Outgoing::Manifest { peer, offset } = message else { return };
-        let next = offset as usize + MESSAGE_BODY_BYTES_MAX;
-        if self.declaring.as_ref().is_some_and(|round| next < round.manifest.len()) {
-            self.outgoing.push_front(Outgoing::Manifest { peer, offset: next as u32 });
+        let rest = match message {
+            Outgoing::Manifest { peer, offset } => {
+                let offset = offset + MESSAGE_BODY_BYTES_MAX as u32;
+                let more = self.declaring.as_ref().is_some_and(|round| (offset as usize) < round.manifest.len());
+                more.then_some(Outgoing::Manifest { peer, offset })
+            }
+            Outgoing::Steps { peer, offset } => {
+                let offset = offset + STEPS_PER_MESSAGE;
+                ((offset as usize) < self.tensors.len()).then_some(Outgoing::Steps { peer, offset })
+            }
+            _ => None,
+        };
+        if let Some(rest) = rest {
+            self.outgoing.push_front(rest);
         }
     }
 
@@ -54,7 +65,11 @@ impl Session {
         };
         let always = matches!(
             message,
-            Outgoing::Abort(_) | Outgoing::Heartbeat(_) | Outgoing::Sync { .. } | Outgoing::Synced(_)
+            Outgoing::Abort(_)
+                | Outgoing::Heartbeat(_)
+                | Outgoing::Sync { .. }
+                | Outgoing::Synced(_)
+                | Outgoing::Steps { .. }
         );
         let peer = message.peer().index();
         drained && (always || self.peers[peer].open) && !self.blocked.get(peer)
@@ -76,11 +91,13 @@ impl Session {
             Outgoing::HasAll { .. } => FrameKind::HasAll,
             Outgoing::Sync { .. } => FrameKind::Sync,
             Outgoing::Synced(_) => FrameKind::Synced,
+            Outgoing::Steps { .. } => FrameKind::Steps,
         };
         let mut header = FrameHeader::new(kind, self.config.epoch);
         match message {
             Outgoing::Goodbye(_) | Outgoing::GoodbyeAck(_) | Outgoing::Heartbeat(_) | Outgoing::Synced(_) => {}
             Outgoing::HasAll { commits, .. } => header.step = Step(*commits),
+            Outgoing::Steps { offset, .. } => self.write_steps(*offset, &mut header, &mut body),
             Outgoing::Sync { landing, .. } => {
                 let Some(sync) = &self.own_sync else { return false };
                 write_sync(sync, *landing, &mut header, &mut body);

@@ -2,7 +2,7 @@
 //! panics when something does not hold.
 
 use gradwire_proto::frame::{FrameHeader, JobTag};
-use gradwire_proto::hello::{HELLO_BYTES_MAX, Handshake, HelloParams};
+use gradwire_proto::hello::{HELLO_BYTES_MAX, Handshake, HelloParams, Purpose};
 use gradwire_proto::limits::{FRAME_HEADER_BYTES, MESSAGE_BODY_BYTES_MAX};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::member::{ADDRESSES_MAX, Endpoint};
@@ -76,7 +76,7 @@ fn memory(manifest: &Manifest) -> usize {
 pub(crate) fn hello(bytes: &[u8]) {
     let params =
         HelloParams { secret: Secret::from_bytes([0x77; 32]), job: JOB, epoch: Epoch(1), rank: Rank(1), world_size: 4 };
-    let (dialer, _) = Handshake::dial(&params, Rank(0), [1; 32]);
+    let (dialer, _) = Handshake::dial(&params, Rank(0), Purpose::Link, [1; 32]);
     for mut side in [dialer, Handshake::accept(&params, [2; 32])] {
         let mut rest = bytes;
         let mut said = 0;
