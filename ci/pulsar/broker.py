@@ -25,6 +25,7 @@ from jars import Unusable
 from ports import free_ports, in_use
 
 SUPER_USER = "admin"
+PORT_TIME_MAX_S = 5
 STOP_TIME_MAX_S = 20
 LOG_LINES = 20
 # Small, and quick to start: one node that holds one copy of everything.
@@ -90,7 +91,11 @@ class Broker:
         """Starts the process and waits until the broker says that it is well."""
         if self.pid():
             raise Unusable(f"a broker runs in {self.data} already: its process is {self.pid()}")
+        end = time.monotonic() + PORT_TIME_MAX_S
         for name, port in self.state()["ports"].items():
+            # The threads of a broker that was killed a moment ago let go of its sockets one after the other.
+            while in_use(port) and time.monotonic() < end:
+                time.sleep(0.05)
             if in_use(port):
                 raise Unusable(f"port {port}, for its {name} interface, is in use: end what uses it, or choose another")
         java, lib, log = java_17(), jars.ready(self.say), self.data / "broker.log"

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::membership::View;
+use gradwire_proto::membership::{RecordId, View};
 use gradwire_proto::{Fault, FaultKind, Rank};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -58,6 +58,7 @@ pub struct ControlPlane {
     thread: Mutex<Option<JoinHandle<()>>>,
     config: JobConfig,
     rank: Rank,
+    join_id: RecordId,
     /// Made when it is first needed.
     copies: Mutex<Option<Arc<Copies>>>,
 }
@@ -69,8 +70,9 @@ impl fmt::Debug for ControlPlane {
 }
 
 impl ControlPlane {
-    /// Joins the job: waits until all ranks have joined and agreed on the members of epoch 1; in a running job that
-    /// takes newcomers in, until there is an epoch with this process.
+    /// Joins the job: waits until all ranks have joined and agreed on the members of epoch 1. In a running job that takes
+    /// newcomers in ([`Policy::Elastic`]) this process waits to become a member from then on, and the view is one without
+    /// it: see [`ControlPlane::ready`].
     ///
     /// # Errors
     /// Within the deadline, and on every living rank that reads the log:
@@ -85,15 +87,9 @@ impl ControlPlane {
     pub fn join(request: JoinRequest) -> Result<(Self, View), Fault> {
         check(&request)?;
         let JoinRequest { config, rank, world_size, policy, endpoint, deadline, commit_interval } = request;
-        let me = Me {
-            job: config.job.to_string(),
-            instance: config.instance,
-            rank,
-            world_size,
-            policy,
-            endpoint,
-            join_id: random_id(),
-        };
+        let join_id = random_id();
+        let me =
+            Me { job: config.job.to_string(), instance: config.instance, rank, world_size, policy, endpoint, join_id };
         let (broker_url, job) = (config.broker.url.clone(), config.clone());
         let (publisher, outbox) = outbox(commit_interval);
         let (orders, orders_receiver) = mpsc::channel(ORDERS_MAX);
@@ -114,7 +110,7 @@ impl ControlPlane {
         };
         let thread = spawn(worker)?;
         let (thread, copies) = (Mutex::new(Some(thread)), Mutex::new(None));
-        let plane = Self { shared, publisher, orders, leave, thread, config: job, rank, copies };
+        let plane = Self { shared, publisher, orders, leave, thread, config: job, rank, join_id, copies };
         // From here on, dropping `plane` ends the thread.
         match outcome.recv_timeout(deadline + OUTCOME_SLACK) {
             Ok(Ok(membership)) => Ok((plane, membership)),
@@ -185,6 +181,18 @@ impl ControlPlane {
     /// it, unless it was quicker to say so of this one. Does not wait; dropped if very many wait already.
     pub fn suspect(&self, rank: Rank, reason: impl Into<String>) {
         self.order(Order::Suspect(rank, reason.into()));
+    }
+
+    /// Names this process among the members of a view.
+    #[must_use]
+    pub const fn join_id(&self) -> RecordId {
+        self.join_id
+    }
+
+    /// Says that this process, which joined a running job, has what it needs to take part. A [`ControlEvent::View`] with
+    /// it follows when the members have taken it in. Does not wait.
+    pub fn ready(&self) {
+        self.order(Order::Ready);
     }
 
     fn order(&self, order: Order) {
@@ -324,8 +332,12 @@ fn check(request: &JoinRequest) -> Result<(), Fault> {
         let detail = format!("a world size of {world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks");
         return Err(Fault::new(FaultKind::InvalidArgument, detail));
     }
-    if rank.0 >= *world_size {
-        let detail = format!("{rank} in a job of {world_size} ranks: ranks count from 0");
+    let ranks_max = match request.policy {
+        Policy::Fixed => *world_size,
+        Policy::Elastic { ranks_max, .. } => ranks_max.max(*world_size),
+    };
+    if rank.0 >= ranks_max {
+        let detail = format!("{rank} in a job of {ranks_max} ranks: ranks count from 0");
         return Err(Fault::new(FaultKind::InvalidArgument, detail).at(*rank));
     }
     Ok(())

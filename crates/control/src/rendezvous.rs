@@ -7,7 +7,7 @@
 //! proposes the members of epoch 1. A conflict (another world size, a rank taken twice, another protocol version)
 //! that stands in the log before such a proposal ends the job on every rank. With [`Policy::Fixed`] the members stay
 //! as they are; with [`Policy::Elastic`] members that leave or are suspected are left out of the next epoch, and
-//! processes that join are taken in.
+//! processes that join later are taken in once they say that they are ready ([`Rendezvous::ready`]).
 //!
 //! Only records with a valid MAC count. Records of other instances of the job (other launches, with other secrets)
 //! cannot be verified: from them it is only learnt that another job of this name may be alive. Such a job is asked
@@ -67,6 +67,8 @@ pub enum Policy {
     Elastic {
         /// With fewer live members no further epoch begins, until others have joined.
         ranks_min: u32,
+        /// Ranks that join later are below this; those that the job starts with always may.
+        ranks_max: u32,
     },
 }
 
@@ -76,10 +78,17 @@ pub enum Policy {
 pub enum ControlEvent {
     /// A rank met a fault that ends the job. `reporter` names it.
     Failed(Fault),
-    /// A new epoch began, and this rank is a member of it.
+    /// A new epoch began: this rank is a member of it, or waits to become one.
     View(View),
     /// A new epoch began without this rank, which must stop: nothing that it does counts any more.
     Removed(Fault),
+    /// Members were lost, and so few are left that no epoch begins until others have joined.
+    TooFew {
+        /// How many are left, with those that are ready to join.
+        left: u32,
+        /// How many there have to be.
+        needed: u32,
+    },
 }
 
 /// Who this rank is.
@@ -105,6 +114,8 @@ pub(crate) struct Append {
 #[derive(Debug)]
 enum State {
     Joining,
+    /// It joined a job that runs, and is no member yet.
+    Late,
     Member,
     Removed,
     Failed(Fault),
@@ -137,6 +148,10 @@ pub(crate) struct Rendezvous {
     suspect_at: Option<Instant>,
     ids: (BTreeSet<RecordId>, VecDeque<RecordId>),
     proposed: bool,
+    /// This process joined a running job, and has what it needs to take part.
+    ready: bool,
+    /// The owner knows that too few ranks are left.
+    too_few: bool,
     /// The epoch, and the number of changes, of the last snapshot that was stored.
     stored: (Epoch, u64),
     appends: VecDeque<Append>,
@@ -160,6 +175,8 @@ impl Rendezvous {
             suspect_at: None,
             ids: Default::default(),
             proposed: false,
+            ready: false,
+            too_few: false,
             stored: (FIRST_EPOCH, 0),
             appends: VecDeque::new(),
             events: VecDeque::new(),
@@ -168,11 +185,12 @@ impl Rendezvous {
         }
     }
 
-    /// How joining ended, once it has.
+    /// How joining ended, once it has: with a view that this process is in or, in a running job, with one that it is not
+    /// in yet.
     pub(crate) fn outcome(&self) -> Option<Result<&View, &Fault>> {
         match &self.state {
             State::Joining => None,
-            State::Member | State::Removed => Some(Ok(self.log.view())),
+            State::Late | State::Member | State::Removed => Some(Ok(self.log.view())),
             State::Failed(fault) => Some(Err(fault)),
         }
     }
@@ -212,6 +230,9 @@ impl Rendezvous {
         let join = Body::Join { world_size, protocol: PROTOCOL_VERSION, endpoint };
         self.appends.push_back(Append { id: Some(join_id), body: join });
         self.proposed = false;
+        if self.ready && matches!(self.state, State::Late) {
+            self.append(Body::Ready { author: join_id });
+        }
         self.others.link_opened();
         if matches!(self.state, State::Member) {
             self.reread = Some(Reread { log: Log::new(world_size), due: None });
@@ -222,6 +243,14 @@ impl Rendezvous {
     pub(crate) fn handle_snapshot(&mut self, now: Instant, rank: Rank, id: RecordId, snapshot: Snapshot) {
         self.others.settle();
         self.handle_body(now, rank, id, Body::Snapshot(snapshot), false);
+    }
+
+    /// This process joined a running job, and has what it needs to take part: the members may take it in.
+    pub(crate) fn ready(&mut self) {
+        if !self.ready && matches!(self.state, State::Late) {
+            self.ready = true;
+            self.append(Body::Ready { author: self.me.join_id });
+        }
     }
 
     /// Tells the others that this rank does not count on another any more.
@@ -338,7 +367,11 @@ impl Rendezvous {
         if world_size != self.me.world_size {
             return self.conflict(self.other_world_size(rank, world_size));
         }
-        if rank.0 >= world_size {
+        let ranks_max = match self.me.policy {
+            Policy::Fixed => world_size,
+            Policy::Elastic { ranks_max, .. } => world_size.max(ranks_max),
+        };
+        if rank.0 >= ranks_max {
             let detail = format!("{rank} joined a job of {world_size} ranks: ranks count from 0");
             return self.conflict(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
         }
@@ -346,10 +379,19 @@ impl Rendezvous {
             self.others.seen_self(now);
         }
         if self.log.apply(rank, id, body) == Change::RankTaken {
-            return self.conflict(self.taken_twice(rank));
-        }
-        if self.is_undecided() && self.log.candidates().len() == self.me.world_size as usize {
+            self.conflict(self.taken_twice(rank));
+        } else if self.is_undecided() && self.log.next_members().len() == self.me.world_size as usize {
             self.complete_at.get_or_insert(now);
+        }
+        self.weigh_lateness();
+    }
+
+    /// Whether this process turns out to have joined a job that runs.
+    fn weigh_lateness(&mut self) {
+        let waits = self.log.candidates().iter().any(|candidate| candidate.id == self.me.join_id);
+        let elastic = matches!(self.me.policy, Policy::Elastic { .. });
+        if elastic && waits && matches!(self.state, State::Joining) && self.log.view().epoch >= FIRST_EPOCH {
+            self.state = State::Late;
         }
     }
 
@@ -382,6 +424,12 @@ impl Rendezvous {
             {
                 self.fail(self.removed(Some(by)));
             }
+            Change::Gone(member, Departure::Suspected(by))
+                if member.id == self.me.join_id && matches!(self.state, State::Late) =>
+            {
+                self.state = State::Removed;
+                self.tell(ControlEvent::Removed(self.removed(Some(by))));
+            }
             Change::Diverged if matches!(self.state, State::Member) => {
                 self.tell(ControlEvent::Failed(self.diverged()));
             }
@@ -396,27 +444,40 @@ impl Rendezvous {
             State::Joining if member => self.state = State::Member,
             State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed(None)),
             State::Joining if self.me.policy == Policy::Fixed => self.fail(self.taken_twice(self.me.rank)),
+            State::Late if member => {
+                let view = view.clone();
+                self.state = State::Member;
+                self.tell(ControlEvent::View(view));
+            }
+            State::Late if !self.log.is_gone(self.me.join_id) => self.tell(ControlEvent::View(view.clone())),
             State::Member if member => self.tell(ControlEvent::View(view.clone())),
-            State::Member => {
+            State::Member | State::Late => {
                 self.state = State::Removed;
                 self.tell(ControlEvent::Removed(self.removed(None)));
             }
             _ => {}
         }
+        self.weigh_lateness();
         self.change_due_at = None;
     }
 
     /// Whether a next epoch is wanted, and since when.
     fn weigh_change(&mut self, now: Instant) {
-        let Policy::Elastic { ranks_min } = self.me.policy else { return };
+        let Policy::Elastic { ranks_min, .. } = self.me.policy else { return };
         if !self.is_elastic_member() || !self.log.is_change_due() {
             self.change_due_at = None;
+            self.too_few = false;
             return;
         }
         let next = self.log.next_members();
         let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
-        if next.len() < ranks_min as usize {
+        let left = next.len() as u32;
+        let was_too_few = std::mem::replace(&mut self.too_few, left < ranks_min);
+        if left < ranks_min {
             self.change_due_at = None;
+            if !was_too_few {
+                self.tell(ControlEvent::TooFew { left, needed: ranks_min });
+            }
         } else {
             let due = if only_grows { now + GROW_GRACE } else { now };
             let earlier = self.change_due_at.unwrap_or(due);

@@ -111,6 +111,8 @@ pub(crate) enum Order {
     Report(Fault),
     /// This rank is not counted on any more.
     Suspect(Rank, String),
+    /// This process is ready to become a member.
+    Ready,
 }
 
 impl Worker {
@@ -308,6 +310,7 @@ impl Running {
                 self.audit(AuditRecord::now(AuditKind::Suspected, reason.clone()).about(rank));
                 self.rendezvous.suspect(rank, reason);
             }
+            Order::Ready => self.rendezvous.ready(),
         }
     }
 
@@ -337,7 +340,7 @@ impl Running {
             ControlEvent::Removed(fault) => {
                 self.audit(AuditRecord::now(AuditKind::Left, fault.detail.clone()).about(self.worker.me.rank));
             }
-            ControlEvent::Failed(_) => {}
+            ControlEvent::Failed(_) | ControlEvent::TooFew { .. } => {}
         }
     }
 

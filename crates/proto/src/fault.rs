@@ -71,11 +71,13 @@ pub enum FaultKind {
     Unrecorded = 28,
     /// A rank was lost in this step, which is to be repeated from its beginning.
     StepAborted = 29,
+    /// A peer is in another epoch.
+    EpochMismatch = 30,
 }
 
 impl FaultKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 30] = [
         Self::InvalidArgument,
         Self::UndeclaredTensor,
         Self::TensorBusy,
@@ -105,6 +107,7 @@ impl FaultKind {
         Self::Diverged,
         Self::Unrecorded,
         Self::StepAborted,
+        Self::EpochMismatch,
     ];
 
     /// The kind with this code.
@@ -118,7 +121,7 @@ impl FaultKind {
     pub const fn scope(self) -> Scope {
         match self {
             Self::InvalidArgument | Self::UndeclaredTensor | Self::TensorBusy | Self::Closed => Scope::Operation,
-            Self::ProtocolViolation | Self::IntegrityExhausted => Scope::Link,
+            Self::ProtocolViolation | Self::IntegrityExhausted | Self::EpochMismatch => Scope::Link,
             Self::RankDied | Self::RankLeft | Self::AddressUnreachable => Scope::Peer,
             Self::NotOffered | Self::DeadlineExceeded | Self::Cancelled => Scope::Step,
             _ => Scope::Job,

@@ -172,7 +172,7 @@ impl Handshake {
     /// [`Rejected`]: write its last word, close the link. The fault is of kind
     /// - `ProtocolVersion` where the peer speaks another version; names both;
     /// - `SecretMismatch` where a proof does not verify, here or at the peer;
-    /// - `WorldMismatch` where a proved peer is in another epoch, counts other ranks, or has an impossible rank;
+    /// - `WorldMismatch` where a proved peer counts other ranks, or has an impossible rank; `EpochMismatch` where it is in another epoch;
     /// - `AddressUnreachable` where another rank than the one we dialled answered;
     /// - `ProtocolViolation` for everything else: garbage, an echo of our own bytes, a message of another length.
     ///
@@ -418,7 +418,7 @@ fn other_version(who: &str, version: u8) -> Fault {
 
 fn epochs_differ(peer: Rank, theirs: Epoch, ours: &HelloParams) -> Fault {
     Fault::new(
-        FaultKind::WorldMismatch,
+        FaultKind::EpochMismatch,
         format!(
             "{peer} is in {theirs}, but {} is in {}: one of them missed a change of members and must join again",
             ours.rank, ours.epoch

@@ -173,10 +173,7 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
         ("frame-synced", FrameHeader { epoch: Epoch(2), ..plain(FrameKind::Synced) }, vec![]),
         (
             "frame-steps",
-            with_body(
-                FrameHeader { epoch: Epoch(2), step: Step(9), unit_count: 2, ..plain(FrameKind::Steps) },
-                &steps,
-            ),
+            with_body(FrameHeader { epoch: Epoch(2), step: Step(9), unit_count: 2, ..plain(FrameKind::Steps) }, &steps),
             steps.clone(),
         ),
     ]

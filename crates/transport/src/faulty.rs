@@ -8,9 +8,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 
 use gradwire_proto::{Fault, Rank, RegionKey};
 
+use crate::establish::Arrival;
 use crate::{Buffer, Capabilities, Limits, Refused, Remote, Sink, Slice, Transport};
 
 /// What happens to a write.
@@ -364,6 +366,10 @@ impl<T: Transport> Transport for Faulty<T> {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.inner.event_fd()
+    }
+
+    fn welcome(&mut self, arrival: Arrival, deadline: Instant) -> Result<(), Fault> {
+        self.inner.welcome(arrival, deadline)
     }
 
     fn disconnect(&mut self, peer: Rank) {

@@ -16,7 +16,9 @@ pub mod shm;
 pub mod tcp;
 
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 
+use establish::Arrival;
 use gradwire_proto::{Fault, Rank, RegionKey};
 
 pub use region::{Buffer, Element, Pool, Slice};
@@ -145,6 +147,13 @@ pub trait Transport: Send {
 
     /// A descriptor to wait on (level-triggered, readable), together with those of other sources.
     fn event_fd(&self) -> BorrowedFd<'_>;
+
+    /// Takes up the link to a newcomer, in place of the one to its rank if there is one. Waits, until `deadline`, for the
+    /// newcomer to do its part, which it does as soon as all of its links are open.
+    ///
+    /// # Errors
+    /// A [`Fault`] that names the newcomer. There is no link to it then.
+    fn welcome(&mut self, arrival: Arrival, deadline: Instant) -> Result<(), Fault>;
 
     /// Ends the link to `peer`, if there is one: queued work is dropped ([`Sink::sent`] comes with the next poll),
     /// and [`Sink::peer_down`] is not called. The peer sees the link end.

@@ -1,10 +1,12 @@
 //! All links of a rank behind one [`Transport`]: each peer is reached by the backend that its link was opened on.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey};
 use rustix::event::epoll;
 
+use crate::establish::{Arrival, Way};
 use crate::shm::ShmTransport;
 use crate::tcp::TcpTransport;
 use crate::{Buffer, Capabilities, Limits, Refused, Remote, Sink, Slice, Transport};
@@ -37,10 +39,9 @@ impl Links {
         let (uses_tcp, uses_shm) = (routes.contains(&Backend::Tcp), routes.contains(&Backend::Shm));
         let nest = || {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-            for (used, backend) in [(uses_tcp, tcp.event_fd()), (uses_shm, shm.event_fd())] {
-                if used {
-                    epoll::add(&epoll, backend, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
-                }
+            // Both, because links to newcomers may be of either kind.
+            for backend in [tcp.event_fd(), shm.event_fd()] {
+                epoll::add(&epoll, backend, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
             }
             Ok(epoll)
         };
@@ -94,13 +95,9 @@ impl Transport for Links {
     }
 
     fn register(&mut self, buffer: &Buffer) -> Result<(), Fault> {
-        if self.uses_tcp {
-            self.tcp.register(buffer)?;
-        }
-        if self.uses_shm {
-            self.shm.register(buffer)?;
-        }
-        Ok(())
+        // With both, because links to newcomers may be of either kind.
+        self.tcp.register(buffer)?;
+        self.shm.register(buffer)
     }
 
     fn deregister(&mut self, key: RegionKey) {
@@ -144,6 +141,27 @@ impl Transport for Links {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
+    }
+
+    fn welcome(&mut self, arrival: Arrival, deadline: Instant) -> Result<(), Fault> {
+        let Arrival { peer, way } = arrival;
+        self.disconnect(peer);
+        if self.routes.len() <= peer.index() {
+            self.routes.resize(peer.index() + 1, Backend::None);
+        }
+        self.routes[peer.index()] = match way {
+            Way::Tcp(stream) => {
+                self.tcp.attach(peer, stream)?;
+                self.uses_tcp = true;
+                Backend::Tcp
+            }
+            Way::Shm(opening) => {
+                self.shm.finish(opening, deadline)?;
+                self.uses_shm = true;
+                Backend::Shm
+            }
+        };
+        Ok(())
     }
 
     fn disconnect(&mut self, peer: Rank) {

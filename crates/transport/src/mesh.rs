@@ -1,28 +1,32 @@
 //! Bringing up a job's mesh: one link between every two ranks.
 //!
 //! The higher rank of two dials the lower one: over its abstract Unix socket where both are on one host (that link
-//! is shared memory then), else over TCP at the addresses it advertises. One loop does it all without ever waiting
-//! for one peer alone, and ends by its deadline with links or with a fault that names who is missing and why.
+//! is shared memory then), else over TCP at the addresses it advertises. Who joins later dials all that were there
+//! before. One loop does it all without ever waiting for one peer alone, and ends by its deadline with links or with a
+//! fault that names who is missing and why.
 
 #[cfg(test)]
 mod tests;
 
+use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use gradwire_proto::hello::HelloParams;
+use gradwire_proto::hello::{HelloParams, Purpose};
 use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::{Fault, FaultKind, Rank};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 use rustix::event::Timespec;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use socket2::Socket;
 
-use crate::establish::Listeners;
 use crate::establish::accept::{Accepted, Acceptor};
 use crate::establish::dial::{Dial, Dialled, routes};
+use crate::establish::{Door, Listeners};
 use crate::links::{Backend, Links};
-use crate::shm::ShmTransport;
+use crate::shm::{Opening, ShmTransport};
 use crate::tcp::TcpTransport;
 
 /// Most peers that are dialled at once.
@@ -49,36 +53,61 @@ pub enum Choice {
 pub struct MeshConfig {
     /// Who this rank is.
     pub hello: HelloParams,
-    /// Where each rank can be reached, by rank, this one included.
-    pub members: Vec<Endpoint>,
+    /// Who is to be linked, in the order of their ranks, this one included.
+    pub members: Vec<MeshMember>,
     /// Which backends may be used: the same on every rank.
     pub choice: Choice,
     /// How long all of it may take.
     pub deadline: Duration,
 }
 
+/// One rank of a mesh.
+#[derive(Clone, Debug)]
+pub struct MeshMember {
+    /// Which rank.
+    pub rank: Rank,
+    /// Where it can be reached.
+    pub endpoint: Endpoint,
+    /// It was a member before this rank, which dials it whichever of them has the higher rank.
+    pub settled: bool,
+}
+
+/// What changed while a mesh came up.
+#[derive(Debug)]
+pub struct MeshChange {
+    /// The epoch that is to be linked now.
+    pub epoch: Epoch,
+    /// Its members. Links to those that there were before are kept.
+    pub members: Vec<MeshMember>,
+}
+
 impl Listeners {
-    /// Brings up the links to all peers, and closes the listening sockets. `stop` is asked several times a second: a
-    /// fault learned elsewhere ends the wait.
+    /// Brings up the links to all peers. Dropping the [`Door`] closes the listening sockets. `watch` is asked several
+    /// times a second: a fault learned elsewhere ends the wait, and other members change it.
     ///
     /// # Errors
     /// A [`Fault`], by the deadline at the latest; everything that was opened is closed again then. `InvalidArgument`
     /// or `WorldMismatch` when the configuration, or a peer's, does not fit; `AddressUnreachable`, with every address
     /// that was tried, when a peer cannot be reached; `SecretMismatch` and `ProtocolVersion` from the hello;
     /// `DeadlineExceeded` with the ranks that are missing; what `stop` returned.
-    pub fn connect(self, config: &MeshConfig, stop: &dyn Fn() -> Option<Fault>) -> Result<Links, Fault> {
-        check(config)?;
+    pub fn connect(
+        self,
+        config: MeshConfig,
+        watch: &mut dyn FnMut() -> Result<Option<MeshChange>, Fault>,
+    ) -> Result<(Links, Door), Fault> {
+        check(&config)?;
         let now = Instant::now();
         let mut mesh = Mesh {
-            config,
-            dials: (0..config.hello.rank.0).map(|peer| dial(config, Rank(peer), now)).collect(),
+            dials: Vec::new(),
             acceptor: Acceptor::new(self),
-            links: config.members.iter().map(|_| None).collect(),
+            links: Vec::new(),
             deadline: now + config.deadline,
+            config,
         };
+        mesh.dial_missing(now);
         while mesh.missing().next().is_some() {
-            if let Some(fault) = stop() {
-                return Err(fault);
+            if let Some(change) = watch()? {
+                mesh.change(change)?;
             }
             let now = Instant::now();
             mesh.advance(now)?;
@@ -92,30 +121,93 @@ impl Listeners {
 }
 
 /// A mesh that comes up.
-struct Mesh<'a> {
-    config: &'a MeshConfig,
+struct Mesh {
+    config: MeshConfig,
     acceptor: Acceptor,
     dials: Vec<Dial>,
-    links: Vec<Option<Proved>>,
+    /// In the order of ranks.
+    links: Vec<(Rank, Proved)>,
     deadline: Instant,
 }
 
 /// A connection whose other end proved itself.
-struct Proved {
-    socket: Socket,
-    is_unix: bool,
+enum Proved {
+    Tcp(TcpStream),
+    /// This rank's lane is handed over already, so that nobody's attaching waits for the rest of this rank's mesh.
+    Shm(Opening),
 }
 
-impl Mesh<'_> {
+impl Proved {
+    fn new(peer: Rank, socket: Socket, is_unix: bool) -> Result<Self, Fault> {
+        if !is_unix {
+            return Ok(Self::Tcp(socket.into()));
+        }
+        socket.set_nonblocking(false).map_err(|error| unusable(peer, &error))?;
+        ShmTransport::open(peer, UnixStream::from(OwnedFd::from(socket))).map(Self::Shm)
+    }
+
+    /// Whether the other end has closed it.
+    fn has_ended(&self) -> bool {
+        let mut byte = [0];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let received = match self {
+            Self::Tcp(stream) => rustix::net::recv(stream, &mut byte[..], flags),
+            Self::Shm(opening) => rustix::net::recv(opening.stream(), &mut byte[..], flags),
+        };
+        match received {
+            Ok((_, count)) => count == 0,
+            Err(errno) => errno != Errno::AGAIN,
+        }
+    }
+}
+
+impl Mesh {
     fn missing(&self) -> impl Iterator<Item = Rank> {
         let own = self.config.hello.rank;
-        let ranks = (0..).map(Rank).zip(&self.links);
-        ranks.filter(move |(rank, link)| link.is_none() && *rank != own).map(|(rank, _)| rank)
+        let ranks = self.config.members.iter().map(|member| member.rank);
+        ranks.filter(move |rank| *rank != own && !self.links.iter().any(|(linked, _)| linked == rank))
+    }
+
+    /// Whether this rank dials that member, which otherwise dials this one.
+    fn dials(&self, member: &MeshMember) -> bool {
+        member.settled || member.rank < self.config.hello.rank
+    }
+
+    /// Begins to dial who is to be dialled and is not yet.
+    fn dial_missing(&mut self, now: Instant) {
+        let missing: Vec<Rank> = self.missing().collect();
+        let members = self.config.members.iter();
+        let new: Vec<Dial> = members
+            .filter(|member| missing.contains(&member.rank) && self.dials(member))
+            .filter(|member| !self.dials.iter().any(|dial| dial.peer == member.rank))
+            .filter_map(|member| dial(&self.config, member, now))
+            .collect();
+        self.dials.extend(new);
+    }
+
+    /// Goes on with other members.
+    fn change(&mut self, change: MeshChange) -> Result<(), Fault> {
+        let MeshChange { epoch, members } = change;
+        // A rank that another process has now is another peer.
+        let stays = |rank: Rank| {
+            let of = |members: &[MeshMember]| {
+                members.iter().find(|member| member.rank == rank).map(|member| member.endpoint.clone())
+            };
+            of(&members).is_some_and(|now| of(&self.config.members) == Some(now))
+        };
+        self.dials.retain(|dial| stays(dial.peer));
+        self.links.retain(|(rank, _)| stays(*rank));
+        self.config.hello.epoch = epoch;
+        self.config.members = members;
+        check(&self.config)?;
+        self.dial_missing(Instant::now());
+        Ok(())
     }
 
     /// Does what can be done without waiting.
     fn advance(&mut self, now: Instant) -> Result<(), Fault> {
-        let params = &self.config.hello;
+        let params = self.config.hello.clone();
+        let params = &params;
         for accepted in self.acceptor.advance(params, now)? {
             self.take_accepted(accepted)?;
         }
@@ -125,24 +217,29 @@ impl Mesh<'_> {
             let was_active = dial.is_active();
             match dial.advance(params, now, active < DIALS_MAX) {
                 Dialled::Pending => {}
-                Dialled::Linked { socket, is_unix } => linked.push((dial.peer, Proved { socket, is_unix })),
+                Dialled::Linked { socket, is_unix } => linked.push((dial.peer, socket, is_unix)),
                 Dialled::Failed(fault) => return Err(fault),
             }
             active = active + usize::from(dial.is_active()) - usize::from(was_active);
         }
-        for (peer, proved) in linked {
-            tracing::debug!(%peer, is_unix = proved.is_unix, "linked");
-            self.links[peer.index()] = Some(proved);
+        for (peer, socket, is_unix) in linked {
+            tracing::debug!(%peer, is_unix, "linked");
             self.dials.retain(|dial| dial.peer != peer);
+            self.keep(peer, Proved::new(peer, socket, is_unix)?);
         }
         Ok(())
     }
 
     /// Takes a link that a peer opened: of a higher rank, once, over what was chosen.
     fn take_accepted(&mut self, accepted: Accepted) -> Result<(), Fault> {
-        let Accepted { peer, socket, is_unix } = accepted;
+        let Accepted { peer, purpose, socket, is_unix } = accepted;
         let own = self.config.hello.rank;
-        if peer <= own || peer.index() >= self.links.len() {
+        if purpose == Purpose::State {
+            self.acceptor.turn_away("it wants state that this rank does not have yet");
+            return Ok(());
+        }
+        let member = self.config.members.iter().find(|member| member.rank == peer);
+        if member.is_none_or(|member| self.dials(member)) {
             let detail = format!("{peer} dialled {own}, but the higher rank dials: run the same release on every rank");
             return Err(Fault::new(FaultKind::ProtocolViolation, detail).at(peer));
         }
@@ -154,14 +251,20 @@ impl Mesh<'_> {
             );
             return Err(Fault::new(FaultKind::WorldMismatch, detail).at(peer));
         }
-        let link = &mut self.links[peer.index()];
-        if link.as_ref().is_some_and(|old| !has_ended(&old.socket)) {
+        let link = self.links.iter().find(|(rank, _)| *rank == peer);
+        if link.is_some_and(|(_, old)| !old.has_ended()) {
             let detail = format!("two processes say that they are {peer}: give every process its own rank");
             return Err(Fault::new(FaultKind::WorldMismatch, detail).at(peer));
         }
         tracing::debug!(%peer, is_unix, "linked");
-        *link = Some(Proved { socket, is_unix });
+        self.keep(peer, Proved::new(peer, socket, is_unix)?);
         Ok(())
+    }
+
+    fn keep(&mut self, peer: Rank, proved: Proved) {
+        self.links.retain(|(rank, _)| *rank != peer);
+        let at = self.links.partition_point(|(rank, _)| *rank < peer);
+        self.links.insert(at, (peer, proved));
     }
 
     /// Waits until something may have changed.
@@ -191,8 +294,8 @@ impl Mesh<'_> {
                 self.acceptor.last_fault.as_ref().map_or("not from a rank of a job", |fault| fault.detail.as_str());
             format!("{} connections were turned away, the last: {last}", self.acceptor.turned_away)
         });
-        let own = &self.config.members[self.config.hello.rank.index()];
-        let hint = (first > self.config.hello.rank).then(|| {
+        let own = own(&self.config).map(|member| &member.endpoint);
+        let hint = own.filter(|_| first > self.config.hello.rank).map(|own| {
             format!("check that every rank was started and that they reach {} at {:?}", own.hostname, own.addresses)
         });
         let why: Vec<_> = tried.chain(turned_away).chain(hint).collect();
@@ -200,37 +303,39 @@ impl Mesh<'_> {
         Fault::new(FaultKind::DeadlineExceeded, detail).at(first)
     }
 
-    /// Makes links of the connections. In ascending order of rank, because both ends of a shared-memory link set it
-    /// up together: so no two ranks wait for each other in a circle.
-    fn finish(self) -> Result<Links, Fault> {
-        drop(self.acceptor);
+    /// Makes links of the connections.
+    fn finish(self) -> Result<(Links, Door), Fault> {
         let (mut tcp, mut shm) = (TcpTransport::new()?, ShmTransport::new()?);
-        let mut backends = Vec::with_capacity(self.links.len());
-        for (peer, proved) in (0..).map(Rank).zip(self.links) {
-            let Some(Proved { socket, is_unix }) = proved else {
-                backends.push(Backend::None);
-                continue;
+        let ranks = self.config.members.last().map_or(0, |last| last.rank.index() + 1);
+        let mut backends = vec![Backend::None; ranks];
+        for (peer, proved) in self.links {
+            backends[peer.index()] = match proved {
+                Proved::Shm(opening) => {
+                    shm.finish(opening, self.deadline)?;
+                    Backend::Shm
+                }
+                Proved::Tcp(stream) => {
+                    tcp.attach(peer, stream)?;
+                    Backend::Tcp
+                }
             };
-            if is_unix {
-                socket.set_nonblocking(false).map_err(|error| unusable(peer, &error))?;
-                shm.attach(peer, UnixStream::from(OwnedFd::from(socket)), self.deadline)?;
-                backends.push(Backend::Shm);
-            } else {
-                tcp.attach(peer, socket.into())?;
-                backends.push(Backend::Tcp);
-            }
         }
-        Links::new(tcp, shm, backends)
+        let door = Door::new(self.acceptor, self.config.choice);
+        Ok((Links::new(tcp, shm, backends)?, door))
     }
+}
+
+/// This rank among the members.
+fn own(config: &MeshConfig) -> Option<&MeshMember> {
+    config.members.iter().find(|member| member.rank == config.hello.rank)
 }
 
 /// What can be said about the configuration before anything is dialled.
 fn check(config: &MeshConfig) -> Result<(), Fault> {
     let (hello, members) = (&config.hello, &config.members);
-    if hello.world_size > WORLD_SIZE_MAX
-        || members.len() != hello.world_size as usize
-        || hello.rank.0 >= hello.world_size
-    {
+    let ascending = members.windows(2).all(|pair| pair[0].rank < pair[1].rank);
+    let fits = hello.world_size <= WORLD_SIZE_MAX && members.last().is_some_and(|last| last.rank.0 < hello.world_size);
+    let Some(own) = own(config).filter(|_| ascending && fits).map(|member| &member.endpoint) else {
         let detail = format!(
             "{} with {} endpoints for a world of {} ranks (at most {WORLD_SIZE_MAX}): start every rank with the same world size and its own rank",
             hello.rank,
@@ -238,12 +343,11 @@ fn check(config: &MeshConfig) -> Result<(), Fault> {
             hello.world_size
         );
         return Err(Fault::new(FaultKind::InvalidArgument, detail));
-    }
+    };
     if config.choice != Choice::Shm {
         return Ok(());
     }
-    let own = &members[hello.rank.index()];
-    for (peer, theirs) in (0..).map(Rank).zip(members).filter(|(peer, _)| *peer != hello.rank) {
+    for MeshMember { rank: peer, endpoint: theirs, .. } in members.iter().filter(|member| member.rank != hello.rank) {
         let problem = if !own.host.is_same(theirs.host) {
             format!(
                 "{} is on host '{}' and {peer} on '{}', which share no memory",
@@ -255,23 +359,15 @@ fn check(config: &MeshConfig) -> Result<(), Fault> {
             continue;
         };
         let detail = format!("{problem}, but the transport is to be shm: use --transport auto or tcp");
-        return Err(Fault::new(FaultKind::InvalidArgument, detail).at(peer));
+        return Err(Fault::new(FaultKind::InvalidArgument, detail).at(*peer));
     }
     Ok(())
 }
 
-fn dial(config: &MeshConfig, peer: Rank, now: Instant) -> Dial {
-    let (ours, theirs) = (&config.members[config.hello.rank.index()], &config.members[peer.index()]);
-    Dial::new(peer, routes(ours, theirs, config.choice != Choice::Tcp, config.choice != Choice::Shm), now)
-}
-
-/// Whether the other end of a connection, over which nothing was sent yet, has closed it.
-fn has_ended(socket: &Socket) -> bool {
-    let mut byte = [std::mem::MaybeUninit::uninit()];
-    match socket.recv_with_flags(&mut byte, libc::MSG_PEEK | libc::MSG_DONTWAIT) {
-        Ok(count) => count == 0,
-        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
-    }
+fn dial(config: &MeshConfig, member: &MeshMember, now: Instant) -> Option<Dial> {
+    let (unix, tcp) = (config.choice != Choice::Tcp, config.choice != Choice::Shm);
+    let ways = routes(&own(config)?.endpoint, &member.endpoint, unix, tcp);
+    Some(Dial::new(member.rank, Purpose::Link, ways, now))
 }
 
 fn unusable(peer: Rank, error: &std::io::Error) -> Fault {

@@ -413,10 +413,23 @@ fn a_rank_that_leaves_before_the_start_is_named() {
 
 fn elastic(ranks_min: u32, ranks: u32) -> World {
     let mut world = World::new();
-    world.policy = Policy::Elastic { ranks_min };
+    world.policy = Policy::Elastic { ranks_min, ranks_max: 5 };
     world.start_all(1, ranks);
     world.settle();
     world
+}
+
+/// Starts a process that joins a running job, and has what it needs at once.
+fn newcomer(world: &mut World, rank: u32, world_size: u32) -> usize {
+    let node = world.start(1, rank, world_size, 1);
+    world.settle();
+    let view = world.membership(node);
+    assert!(
+        view.epoch >= FIRST_EPOCH && view.member(world.nodes[node].machine.me.join_id).is_none(),
+        "it is no member"
+    );
+    world.nodes[node].machine.ready();
+    node
 }
 
 #[test]
@@ -465,9 +478,9 @@ fn another_member_proposes_when_the_first_is_stuck() {
 #[test]
 fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
     let mut world = elastic(1, 2);
-    let restarted = world.start(1, 1, 2, 1);
+    let restarted = newcomer(&mut world, 1, 2);
     world.settle();
-    assert!(world.nodes[restarted].machine.outcome().is_none(), "it waits");
+    assert_eq!(world.ranks(0), (1, vec![0, 1]), "it waits");
     world.nodes[0].machine.suspect(Rank(1), "its link closed".to_owned());
     world.settle();
     assert_eq!(world.ranks(0), (2, vec![0, 1]));
@@ -476,17 +489,46 @@ fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
 }
 
 #[test]
-fn who_is_never_taken_in_hears_why_at_its_deadline() {
+fn who_is_not_ready_is_not_taken_in_and_what_it_reports_ends_nothing() {
     let mut world = elastic(1, 2);
-    let newcomer = world.start(1, 1, 2, 1);
+    world.leave(1);
     world.run();
-    let fault = world.fault(newcomer).clone();
-    assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
-    assert!(fault.detail.contains("rank 1 is held by a process on 'host-1'"), "{fault}");
-    // What it reports does not end the job that runs.
-    world.fail(newcomer, fault);
+    let node = world.start(1, 1, 2, 1);
+    world.run();
+    assert_eq!(world.ranks(0), (2, vec![0]));
+    assert_eq!(world.membership(node), world.membership(0), "it sees who the members are");
+    world.events(0);
+    world.fail(node, Fault::new(FaultKind::System, "no memory"));
     world.settle();
     assert_eq!(world.events(0), []);
+    // Ready, and then the broker loses it all before anybody has read that.
+    world.nodes[node].machine.ready();
+    world.log.clear();
+    for node in &mut world.nodes {
+        node.read = 0;
+        node.machine.link_opened();
+    }
+    world.run();
+    assert_eq!(world.ranks(0), (3, vec![0, 1]));
+    assert_eq!(world.ranks(node), (3, vec![0, 1]));
+}
+
+#[test]
+fn a_job_grows_beyond_the_ranks_that_it_started_with() {
+    let mut world = elastic(1, 2);
+    newcomer(&mut world, 4, 2);
+    world.run();
+    assert_eq!(world.ranks(0), (2, vec![0, 1, 4]));
+    // One that comes too early only waits: the job starts without it.
+    let mut world = World::new();
+    world.policy = Policy::Elastic { ranks_min: 1, ranks_max: 5 };
+    let early = world.start(1, 3, 2, 1);
+    world.start_all(1, 2);
+    world.settle();
+    assert_eq!(world.ranks(1), (1, vec![0, 1]));
+    world.nodes[early].machine.ready();
+    world.run();
+    assert_eq!(world.ranks(early), (2, vec![0, 1, 3]));
 }
 
 #[test]
@@ -495,7 +537,8 @@ fn below_the_minimum_a_job_waits_for_newcomers() {
     world.leave(1);
     world.run();
     assert_eq!(world.ranks(0), (1, vec![0, 1]), "one rank is too few");
-    let newcomer = world.start(1, 1, 2, 1);
+    assert_eq!(world.events(0), [ControlEvent::TooFew { left: 1, needed: 2 }]);
+    let newcomer = newcomer(&mut world, 1, 2);
     world.run();
     assert_eq!(world.ranks(0), (2, vec![0, 1]));
     assert_eq!(world.membership(newcomer), world.membership(0));
@@ -511,7 +554,7 @@ fn ranks_that_come_at_the_same_time_share_an_epoch() {
     assert_eq!(world.ranks(0).1, [0]);
     let epoch = world.ranks(0).0;
     for rank in [1, 2, 3] {
-        world.start(1, rank, 4, 1);
+        newcomer(&mut world, rank, 4);
     }
     world.run();
     assert_eq!(world.ranks(0), (epoch + 1, vec![0, 1, 2, 3]));
@@ -530,6 +573,8 @@ fn a_late_joiner_starts_from_a_snapshot() {
     let node = &mut world.nodes[newcomer];
     node.read = read;
     node.machine.handle_snapshot(now, Rank(0), [7; 16], snapshot);
+    world.settle();
+    world.nodes[newcomer].machine.ready();
     world.run();
     assert_eq!(world.ranks(0), (3, vec![0, 1, 2]));
     assert_eq!(world.membership(newcomer), world.membership(0));
@@ -549,7 +594,7 @@ fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
     world.run();
     let kinds = world.log.iter().map(|bytes| world.nodes[0].key.open(bytes).unwrap().header.kind);
     assert_eq!(kinds.filter(|kind| *kind == Body::SNAPSHOT).count(), 1);
-    let newcomer = world.start(1, 2, 3, 1);
+    let newcomer = newcomer(&mut world, 2, 3);
     world.run();
     assert_eq!(world.ranks(newcomer), (3, vec![0, 1, 2]));
 }

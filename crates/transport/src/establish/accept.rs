@@ -1,4 +1,4 @@
-//! The hellos of connections that others opened.
+//! The hellos of connections that others opened: while a mesh comes up, and later at its door.
 //!
 //! Anybody can connect, so nothing here costs much: a bounded number of hellos at once, each bounded in time, fixed
 //! message sizes, and no thread. Strangers are counted and traced at debug level; they never end the mesh.
@@ -6,7 +6,7 @@
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
-use gradwire_proto::hello::HelloParams;
+use gradwire_proto::hello::{HelloParams, Purpose};
 use gradwire_proto::{Fault, FaultKind, Rank};
 use rustix::event::{PollFd, PollFlags};
 use socket2::Socket;
@@ -23,12 +23,13 @@ const EVICTABLE_AFTER: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Accepted {
     pub(crate) peer: Rank,
+    pub(crate) purpose: Purpose,
     pub(crate) socket: Socket,
     /// Over the Unix socket, and not TCP.
     pub(crate) is_unix: bool,
 }
 
-/// The listening side of a mesh that comes up.
+/// The listening side.
 #[derive(Debug)]
 pub(crate) struct Acceptor {
     listeners: Listeners,
@@ -66,7 +67,9 @@ impl Acceptor {
             match conversation.advance() {
                 Progress::Waiting(_) if is_late => self.turn_away("no hello in time"),
                 Progress::Waiting(conversation) => self.pending.push((conversation, is_unix)),
-                Progress::Proved(peer, socket) => accepted.push(Accepted { peer, socket, is_unix }),
+                Progress::Proved(peer, purpose, socket) => {
+                    accepted.push(Accepted { peer, purpose, socket, is_unix });
+                }
                 Progress::Failed(fault) if fault.kind == FaultKind::WorldMismatch => return Err(fault),
                 Progress::Failed(fault) => {
                     self.turn_away(&fault.detail);
@@ -118,7 +121,7 @@ impl Acceptor {
         }
     }
 
-    fn turn_away(&mut self, why: &str) {
+    pub(crate) fn turn_away(&mut self, why: &str) {
         self.turned_away += 1;
         tracing::debug!(why, count = self.turned_away, "a connection was turned away");
     }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use gradwire_proto::hello::HelloParams;
+use gradwire_proto::hello::{HelloParams, Purpose};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Fault, FaultKind, Rank};
 use rustix::event::{PollFd, PollFlags};
@@ -64,6 +64,7 @@ pub(crate) fn routes(ours: &Endpoint, theirs: &Endpoint, unix: bool, tcp: bool) 
 #[derive(Debug)]
 pub(crate) struct Dial {
     pub(crate) peer: Rank,
+    purpose: Purpose,
     routes: Vec<Failed>,
     next: usize,
     began: Instant,
@@ -106,9 +107,9 @@ pub(crate) enum Dialled {
 }
 
 impl Dial {
-    pub(crate) fn new(peer: Rank, routes: Vec<Route>, now: Instant) -> Self {
+    pub(crate) fn new(peer: Rank, purpose: Purpose, routes: Vec<Route>, now: Instant) -> Self {
         let routes = routes.into_iter().map(|route| Failed { route, why: None }).collect();
-        Self { peer, routes, next: 0, began: now, backoff: BACKOFF_MIN, state: State::Resting { until: now } }
+        Self { peer, purpose, routes, next: 0, began: now, backoff: BACKOFF_MIN, state: State::Resting { until: now } }
     }
 
     /// Whether an attempt is under way, which needs a descriptor.
@@ -135,7 +136,7 @@ impl Dial {
                 Err(error) => return self.fail(connect_failure(&error), now),
             },
             State::Connecting { socket, since } => match connected(&socket) {
-                Ok(true) => match Conversation::dial(socket, params, self.peer, now) {
+                Ok(true) => match Conversation::dial(socket, params, (self.peer, self.purpose), now) {
                     Ok(conversation) => return self.greet(conversation, now),
                     Err(fault) => return Dialled::Failed(fault),
                 },
@@ -177,13 +178,15 @@ impl Dial {
                 self.state = State::Greeting(conversation);
                 Dialled::Pending
             }
-            Progress::Proved(_, socket) => {
+            Progress::Proved(_, _, socket) => {
                 let is_unix = matches!(self.routes.get(self.next), Some(Failed { route: Route::Unix(_), .. }));
                 Dialled::Linked { socket, is_unix }
             }
             Progress::Failed(fault) => {
                 let text = fault.detail.clone();
-                self.fail(Why { fault: Some(fault), text, is_passing: false }, now)
+                // It may not have heard of this epoch yet.
+                let is_passing = fault.kind == FaultKind::EpochMismatch;
+                self.fail(Why { fault: Some(fault), text, is_passing }, now)
             }
         }
     }
@@ -291,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_peer_without_addresses_says_so() {
-        let fault = Dial::new(Rank(4), Vec::new(), Instant::now()).unreachable();
+        let fault = Dial::new(Rank(4), Purpose::Link, Vec::new(), Instant::now()).unreachable();
         assert_eq!((fault.kind, fault.rank), (FaultKind::AddressUnreachable, Some(Rank(4))));
         assert!(fault.detail.contains("advertises no address"), "{fault}");
     }

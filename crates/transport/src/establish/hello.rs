@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
-use gradwire_proto::hello::{HELLO_BYTES_MAX, Handshake, HelloBytes, HelloParams, NONCE_BYTES, Rejected};
+use gradwire_proto::hello::{HELLO_BYTES_MAX, Handshake, HelloBytes, HelloParams, NONCE_BYTES, Purpose, Rejected};
 use gradwire_proto::{Fault, FaultKind, Rank};
 use socket2::Socket;
 
@@ -19,7 +19,7 @@ pub(crate) struct Conversation {
     handshake: Handshake,
     inbox: ArrayVec<u8, HELLO_BYTES_MAX>,
     outbox: HelloBytes,
-    done: Option<Rank>,
+    done: Option<(Rank, Purpose)>,
     pub(crate) since: Instant,
 }
 
@@ -28,16 +28,21 @@ pub(crate) struct Conversation {
 pub(crate) enum Progress {
     /// It waits for the peer.
     Waiting(Box<Conversation>),
-    /// The peer proved itself: the socket is a link now.
-    Proved(Rank, Socket),
+    /// The peer proved itself: the socket is a link for this now.
+    Proved(Rank, Purpose, Socket),
     /// It ended otherwise; the socket is closed.
     Failed(Fault),
 }
 
 impl Conversation {
     /// Begins a hello with `peer`, which was dialled. The socket is connected and does not block.
-    pub(crate) fn dial(socket: Socket, params: &HelloParams, peer: Rank, now: Instant) -> Result<Box<Self>, Fault> {
-        let (handshake, first) = Handshake::dial(params, peer, nonce()?);
+    pub(crate) fn dial(
+        socket: Socket,
+        params: &HelloParams,
+        (peer, purpose): (Rank, Purpose),
+        now: Instant,
+    ) -> Result<Box<Self>, Fault> {
+        let (handshake, first) = Handshake::dial(params, peer, purpose, nonce()?);
         Ok(Self::new(socket, handshake, first.into_iter().collect(), now))
     }
 
@@ -68,8 +73,8 @@ impl Conversation {
                 Ok(false) => return Progress::Waiting(self),
                 Err(_) => return Progress::Failed(self.handshake.closed()),
             }
-            if let Some(peer) = self.done {
-                return Progress::Proved(peer, self.socket);
+            if let Some((peer, purpose)) = self.done {
+                return Progress::Proved(peer, purpose, self.socket);
             }
             // Never more than what is due: what follows the hello belongs to the link.
             let mut bytes = [0; HELLO_BYTES_MAX];

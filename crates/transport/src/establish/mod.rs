@@ -2,11 +2,13 @@
 //! go through before anything else is believed.
 //!
 //! [`Listeners`] owns the listening sockets from before the rank publishes its endpoint until its mesh is complete
-//! (see [`crate::mesh`]); then they are closed, and nothing is left that a stranger could connect to.
+//! (see [`crate::mesh`]); then they are closed, and nothing is left that a stranger could connect to, but for jobs that
+//! others may join later: those keep a [`Door`].
 
 pub(crate) mod accept;
 mod address;
 pub(crate) mod dial;
+mod door;
 pub(crate) mod hello;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,6 +16,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Fault, FaultKind, secret};
 use socket2::{Domain, SockAddr, Socket, Type};
+
+pub(crate) use door::Way;
+pub use door::{Arrival, Caller, Door, StateStream, dial_state};
 
 /// Connections that the kernel keeps for us while we are busy.
 const BACKLOG: i32 = 1024;

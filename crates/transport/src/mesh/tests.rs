@@ -10,7 +10,7 @@ use gradwire_proto::member::HostId;
 use gradwire_proto::{Epoch, Secret};
 
 use super::*;
-use crate::establish::ListenConfig;
+use crate::establish::{Caller, Door, ListenConfig};
 use crate::{Remote, Sink, Transport};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -25,8 +25,22 @@ fn bind() -> Listeners {
     Listeners::bind(&config).expect("bind")
 }
 
-fn never() -> Option<Fault> {
-    None
+fn never() -> Result<Option<MeshChange>, Fault> {
+    Ok(None)
+}
+
+/// A job's first members, by rank.
+fn first(endpoints: &[Endpoint]) -> Vec<MeshMember> {
+    let member = |(rank, endpoint): (u32, &Endpoint)| MeshMember {
+        rank: Rank(rank),
+        endpoint: endpoint.clone(),
+        settled: false,
+    };
+    (0..).zip(endpoints).map(member).collect()
+}
+
+fn connect(listeners: Listeners, config: MeshConfig) -> Result<Links, Fault> {
+    listeners.connect(config, &mut never).map(|(links, _)| links)
 }
 
 /// Connects a world of threads; `change` may spoil each rank's configuration. Results by rank.
@@ -41,9 +55,9 @@ fn world(size: u32, choice: Choice, change: impl Fn(u32, &mut MeshConfig) + Sync
             .map(|(rank, listeners)| {
                 scope.spawn(move || {
                     let hello = hello(rank, size);
-                    let mut config = MeshConfig { hello, members: members.clone(), choice, deadline: PATIENCE };
+                    let mut config = MeshConfig { hello, members: first(members), choice, deadline: PATIENCE };
                     change(rank, &mut config);
-                    listeners.connect(&config, &never)
+                    connect(listeners, config)
                 })
             })
             .collect();
@@ -128,7 +142,7 @@ fn one_rank_alone_needs_no_links() {
 
 #[test]
 fn hosts_are_linked_over_tcp_and_ranks_within_one_over_shared_memory() {
-    let elsewhere = |_: u32, config: &mut MeshConfig| config.members[1].host = HostId([9; 16]);
+    let elsewhere = |_: u32, config: &mut MeshConfig| config.members[1].endpoint.host = HostId([9; 16]);
     let links = all_talk(world(3, Choice::Auto, elsewhere));
     assert_eq!(names(&links[0], 3), ["none", "tcp", "shm"]);
     assert_eq!(names(&links[1], 3), ["tcp", "none", "tcp"]);
@@ -136,7 +150,7 @@ fn hosts_are_linked_over_tcp_and_ranks_within_one_over_shared_memory() {
 
 #[test]
 fn an_unreachable_unix_socket_falls_back_to_tcp_unless_shm_is_a_must() {
-    let wrong = |_: u32, config: &mut MeshConfig| config.members[0].socket = "gradwire-nobody".into();
+    let wrong = |_: u32, config: &mut MeshConfig| config.members[0].endpoint.socket = "gradwire-nobody".into();
     let links = all_talk(world(2, Choice::Auto, wrong));
     assert_eq!(names(&links[0], 2), ["none", "tcp"]);
     let results = world(2, Choice::Shm, |rank, config| {
@@ -149,9 +163,9 @@ fn an_unreachable_unix_socket_falls_back_to_tcp_unless_shm_is_a_must() {
 #[test]
 fn shm_across_hosts_names_both_hosts_and_the_remedy() {
     let results = world(2, Choice::Shm, |_, config| {
-        config.members[1].host = HostId([9; 16]);
-        config.members[0].hostname = "alpha".into();
-        config.members[1].hostname = "beta".into();
+        config.members[1].endpoint.host = HostId([9; 16]);
+        config.members[0].endpoint.hostname = "alpha".into();
+        config.members[1].endpoint.hostname = "beta".into();
     });
     for result in &results {
         let detail = &fault(result).detail;
@@ -179,7 +193,7 @@ fn ranks_that_count_differently_fail_on_both_sides() {
     let results = world(2, Choice::Auto, |rank, config| {
         if rank == 1 {
             config.hello.world_size = 3;
-            config.members.push(config.members[1].clone());
+            config.members.push(MeshMember { rank: Rank(2), ..config.members[1].clone() });
         }
     });
     for (rank, result) in results.iter().enumerate() {
@@ -193,15 +207,16 @@ fn two_processes_with_one_rank_are_found_out() {
     let (listeners, third) = (bind(), bind());
     let members = vec![listeners.endpoint().clone(), third.endpoint().clone(), third.endpoint().clone()];
     let config =
-        |rank| MeshConfig { hello: hello(rank, 3), members: members.clone(), choice: Choice::Auto, deadline: PATIENCE };
+        |rank| MeshConfig { hello: hello(rank, 3), members: first(&members), choice: Choice::Auto, deadline: PATIENCE };
     let over = Mutex::new(false);
-    let stop = || over.lock().expect("lock").then(|| Fault::new(FaultKind::Closed, "the test is over"));
+    let is_over = || *over.lock().expect("lock");
+    let stop = || if is_over() { Err(Fault::new(FaultKind::Closed, "the test is over")) } else { Ok(None) };
     thread::scope(|scope| {
         for _ in 0..2 {
             let (listeners, config) = (bind(), config(1));
-            scope.spawn(move || listeners.connect(&config, &stop).map(drop));
+            scope.spawn(move || listeners.connect(config, &mut { stop }).map(drop));
         }
-        let fault = listeners.connect(&config(0), &never).expect_err("two of them");
+        let fault = connect(listeners, config(0)).expect_err("two of them");
         *over.lock().expect("lock") = true;
         assert_eq!((fault.kind, fault.rank), (FaultKind::WorldMismatch, Some(Rank(1))));
         assert!(fault.detail.contains("two processes say that they are rank 1"), "{fault}");
@@ -213,8 +228,8 @@ fn a_missing_rank_is_named_when_the_deadline_is_over() {
     let listeners = bind();
     let members = vec![listeners.endpoint().clone(); 4];
     let deadline = Duration::from_millis(300);
-    let config = MeshConfig { hello: hello(0, 4), members, choice: Choice::Auto, deadline };
-    let fault = listeners.connect(&config, &never).expect_err("nobody came");
+    let config = MeshConfig { hello: hello(0, 4), members: first(&members), choice: Choice::Auto, deadline };
+    let fault = connect(listeners, config).expect_err("nobody came");
     assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(1))));
     assert!(fault.detail.contains("no link from rank 1, rank 2, rank 3 within 0.3 s"), "{fault}");
 }
@@ -223,9 +238,9 @@ fn a_missing_rank_is_named_when_the_deadline_is_over() {
 fn a_fault_learned_elsewhere_ends_the_wait() {
     let listeners = bind();
     let members = vec![listeners.endpoint().clone(); 2];
-    let config = MeshConfig { hello: hello(0, 2), members, choice: Choice::Auto, deadline: PATIENCE };
-    let stop = || Some(Fault::new(FaultKind::JobNameTaken, "elsewhere"));
-    assert_eq!(listeners.connect(&config, &stop).expect_err("stopped").kind, FaultKind::JobNameTaken);
+    let config = MeshConfig { hello: hello(0, 2), members: first(&members), choice: Choice::Auto, deadline: PATIENCE };
+    let mut stop = || Err(Fault::new(FaultKind::JobNameTaken, "elsewhere"));
+    assert_eq!(listeners.connect(config, &mut stop).expect_err("stopped").kind, FaultKind::JobNameTaken);
 }
 
 /// The endpoint of a rank 0 that is nothing but a TCP address, on another host.
@@ -236,8 +251,8 @@ fn bare_endpoint(listener: &TcpListener) -> Endpoint {
 fn dial_only(endpoint: Endpoint) -> Fault {
     let listeners = bind();
     let members = vec![endpoint, listeners.endpoint().clone()];
-    let config = MeshConfig { hello: hello(1, 2), members, choice: Choice::Auto, deadline: PATIENCE };
-    listeners.connect(&config, &never).expect_err("nobody there")
+    let config = MeshConfig { hello: hello(1, 2), members: first(&members), choice: Choice::Auto, deadline: PATIENCE };
+    connect(listeners, config).expect_err("nobody there")
 }
 
 #[test]
@@ -289,7 +304,7 @@ fn strangers_neither_stop_nor_slow_a_mesh_that_comes_up() {
             0 => {}
             1 => stream.write_all(&[0xff; 4096]).expect("write"),
             _ => {
-                let (_, first) = gradwire_proto::hello::Handshake::dial(&hello(1, 2), Rank(0), [3; 32]);
+                let (_, first) = gradwire_proto::hello::Handshake::dial(&hello(1, 2), Rank(0), Purpose::Link, [3; 32]);
                 stream.write_all(&first[..20]).expect("write");
             }
         }
@@ -302,11 +317,11 @@ fn strangers_neither_stop_nor_slow_a_mesh_that_comes_up() {
             .map(|(rank, listeners)| {
                 let config = MeshConfig {
                     hello: hello(rank, 2),
-                    members: members.clone(),
+                    members: first(members),
                     choice: Choice::Tcp,
                     deadline: PATIENCE,
                 };
-                scope.spawn(move || listeners.connect(&config, &never))
+                scope.spawn(move || connect(listeners, config))
             })
             .collect();
         ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
@@ -314,4 +329,114 @@ fn strangers_neither_stop_nor_slow_a_mesh_that_comes_up() {
     all_talk(results);
     let closed = TcpStream::connect(address).expect_err("nothing listens any more");
     assert_eq!(closed.kind(), std::io::ErrorKind::ConnectionRefused);
+}
+
+/// The members of a running job wait at their doors; a newcomer links up with all of them, whichever rank is higher.
+#[test]
+fn a_newcomer_dials_everybody_and_is_let_in_at_the_door() {
+    for choice in [Choice::Auto, Choice::Tcp] {
+        let listeners: Vec<_> = [0, 2].map(|_| bind()).into();
+        let newcomer = bind();
+        let endpoints: Vec<_> = listeners.iter().map(|listeners| listeners.endpoint().clone()).collect();
+        let member =
+            |rank, endpoint: &Endpoint, settled| MeshMember { rank: Rank(rank), endpoint: endpoint.clone(), settled };
+        let old = [member(0, &endpoints[0], false), member(2, &endpoints[1], false)];
+        let all =
+            vec![member(0, &endpoints[0], true), member(1, newcomer.endpoint(), false), member(2, &endpoints[1], true)];
+        let config = |rank, epoch, members: &[MeshMember]| MeshConfig {
+            hello: HelloParams { epoch: Epoch(epoch), ..hello(rank, 3) },
+            members: members.to_vec(),
+            choice,
+            deadline: PATIENCE,
+        };
+        let mut world: Vec<(Links, Door)> = thread::scope(|scope| {
+            let start = |(rank, listeners): (u32, Listeners)| {
+                let config = config(rank, 1, &old);
+                scope.spawn(move || listeners.connect(config, &mut never).expect("links"))
+            };
+            let ranks: Vec<_> = [0, 2].into_iter().zip(listeners).map(start).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+        });
+        let links = thread::scope(|scope| {
+            let config = config(1, 2, &all);
+            let joins = scope.spawn(move || connect(newcomer, config));
+            for (nth, (links, door)) in world.iter_mut().enumerate() {
+                // Not heard of yet: the newcomer tries again.
+                let (mut params, start) = (hello([0, 2][nth], 3), Instant::now());
+                let arrival = loop {
+                    assert!(start.elapsed() < PATIENCE, "nobody came");
+                    let mut callers = door.advance(&params).expect("no fault of our own");
+                    if let Some(Caller::Link(arrival)) = callers.pop() {
+                        break arrival;
+                    }
+                    params.epoch = Epoch(if start.elapsed() > Duration::from_millis(120) { 2 } else { 1 });
+                    thread::sleep(Duration::from_millis(1));
+                };
+                assert_eq!(arrival.peer, Rank(1));
+                // What was registered before is there for the newcomer too.
+                links.welcome(arrival, start + PATIENCE).expect("a link");
+            }
+            joins.join().expect("no panic")
+        });
+        let (zero, two) = (world.remove(0), world.remove(0));
+        all_talk(vec![Ok(zero.0), links, Ok(two.0)]);
+    }
+}
+
+#[test]
+fn state_is_asked_for_at_the_door_whatever_the_epoch() {
+    let (member, newcomer) = (bind(), bind());
+    let ours = member.endpoint().clone();
+    let alone = vec![MeshMember { rank: Rank(0), endpoint: ours.clone(), settled: false }];
+    let config = MeshConfig { hello: hello(0, 3), members: alone, choice: Choice::Shm, deadline: PATIENCE };
+    let (_links, mut door) = member.connect(config, &mut never).expect("nobody is missing");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let params = HelloParams { epoch: Epoch(7), ..hello(2, 3) };
+            let ends = (newcomer.endpoint(), &ours);
+            let mut stream = crate::establish::dial_state(ends, &params, Rank(0), Instant::now() + PATIENCE, &|| None)
+                .expect("let in");
+            stream.write_all(b"question").expect("written");
+            let mut answer = [0; 6];
+            stream.read_exact(&mut answer).expect("answered");
+            assert_eq!(&answer, b"answer");
+        });
+        let start = Instant::now();
+        let (peer, mut stream) = loop {
+            assert!(start.elapsed() < PATIENCE, "nobody came");
+            if let Some(Caller::State(peer, stream)) = door.advance(&hello(0, 3)).expect("no fault").pop() {
+                break (peer, stream);
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        assert_eq!(peer, Rank(2));
+        let mut question = [0; 8];
+        stream.read_exact(&mut question).expect("asked");
+        stream.write_all(b"answer").expect("written");
+    });
+}
+
+#[test]
+fn members_that_change_while_a_mesh_comes_up_are_not_waited_for() {
+    let (mine, other) = (bind(), bind());
+    let endpoints = [mine.endpoint().clone(), other.endpoint().clone(), mine.endpoint().clone()];
+    let config = |rank| MeshConfig {
+        hello: hello(rank, 3),
+        members: first(&endpoints),
+        choice: Choice::Auto,
+        deadline: PATIENCE,
+    };
+    thread::scope(|scope| {
+        let change = || MeshChange { epoch: Epoch(2), members: first(&endpoints[..2]) };
+        let watch = move || {
+            let mut changes = vec![change()];
+            move || Ok(changes.pop())
+        };
+        let ranks = [(0, mine), (1, other)].map(|(rank, listeners)| {
+            let (config, mut watch) = (config(rank), watch());
+            scope.spawn(move || listeners.connect(config, &mut watch).map(|(links, _)| links))
+        });
+        // Rank 2 never comes, and is no member any more.
+        all_talk(ranks.map(|rank| rank.join().expect("no panic")).into());
+    });
 }

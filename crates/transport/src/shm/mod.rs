@@ -36,6 +36,7 @@ use gradwire_proto::limits::{MESSAGE_BYTES_MAX, WORLD_SIZE_MAX};
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey};
 use rustix::event::epoll;
 
+use crate::establish::{Arrival, Way};
 use crate::region::Mapping;
 use crate::{Buffer, Capabilities, Limits, Refused, Remote, Sink, Slice, Transport};
 use link::Link;
@@ -319,6 +320,16 @@ impl Transport for ShmTransport {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
+    }
+
+    fn welcome(&mut self, arrival: Arrival, deadline: Instant) -> Result<(), Fault> {
+        match arrival.way {
+            Way::Shm(opening) => self.finish(opening, deadline),
+            Way::Tcp(_) => {
+                let detail = "a link over tcp cannot be taken up by shared memory";
+                Err(Fault::new(FaultKind::InvalidArgument, detail).at(arrival.peer))
+            }
+        }
     }
 
     fn disconnect(&mut self, peer: Rank) {

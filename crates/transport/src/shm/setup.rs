@@ -40,6 +40,10 @@ impl Opening {
         self.peer
     }
 
+    pub(crate) const fn stream(&self) -> &OwnedFd {
+        &self.stream
+    }
+
     /// Takes the other side's lane in, waiting for it until `deadline`.
     pub(super) fn finish(mut self, deadline: Instant) -> Result<Link, Fault> {
         let peer = self.peer;

@@ -20,6 +20,7 @@ use std::collections::VecDeque;
 use std::mem::MaybeUninit;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use gradwire_proto::limits::{MESSAGE_BYTES_MAX, WORLD_SIZE_MAX};
 use gradwire_proto::{Fault, FaultKind, Rank, RegionKey};
@@ -28,6 +29,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use self::link::Link;
 use self::regions::Regions;
+use crate::establish::{Arrival, Way};
 use crate::{Buffer, Capabilities, Limits, Refused, Remote, Sink, Slice, Transport};
 
 /// Largest immediate of a write.
@@ -307,6 +309,16 @@ impl Transport for TcpTransport {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
+    }
+
+    fn welcome(&mut self, arrival: Arrival, _deadline: Instant) -> Result<(), Fault> {
+        match arrival.way {
+            Way::Tcp(stream) => self.attach(arrival.peer, stream),
+            Way::Shm(_) => {
+                let detail = "a link over shared memory cannot be taken up by tcp";
+                Err(Fault::new(FaultKind::InvalidArgument, detail).at(arrival.peer))
+            }
+        }
     }
 
     fn disconnect(&mut self, peer: Rank) {
