@@ -140,6 +140,12 @@ impl Job {
         Self { ranks: commands.into_iter().map(Running::start).collect() }
     }
 
+    /// Starts one more process. Returns its place among the others.
+    pub fn add(&mut self, command: Command) -> usize {
+        self.ranks.push(Running::start(command));
+        self.ranks.len() - 1
+    }
+
     /// The process id of a rank.
     #[must_use]
     pub fn pid(&self, rank: usize) -> u32 {

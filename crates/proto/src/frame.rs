@@ -55,10 +55,14 @@ pub enum FrameKind {
     Synced = 14,
     /// To a newcomer: the step that every tensor is at.
     Steps = 15,
+    /// A newcomer asks a member for what it needs ([`crate::transfer`]). Not between members.
+    Ask = 16,
+    /// What a member gives it. Not between members.
+    Give = 17,
 }
 
 impl FrameKind {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::Contribution,
         Self::Result,
         Self::Ack,
@@ -74,6 +78,8 @@ impl FrameKind {
         Self::Sync,
         Self::Synced,
         Self::Steps,
+        Self::Ask,
+        Self::Give,
     ];
 }
 

@@ -23,6 +23,7 @@ pub mod plan;
 pub mod rounds;
 pub mod secret;
 pub mod session;
+pub mod transfer;
 pub mod wire;
 
 pub use dtype::{Collective, DType, ReduceOp, WireFormat};

@@ -1,5 +1,7 @@
 //! Joining a job: place, rendezvous, links, engine.
 
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,20 +9,25 @@ use std::time::{Duration, Instant};
 use gradwire_control::{COMMIT_INTERVAL_DEFAULT, ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy};
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
-use gradwire_proto::limits::STEPS_MAX;
+use gradwire_proto::limits::{STEPS_MAX, WORLD_SIZE_MAX};
+use gradwire_proto::manifest::Declaration;
+use gradwire_proto::membership::{Member, RecordId, View};
 use gradwire_proto::session::{Recovery, SessionConfig, Timing};
-use gradwire_proto::{Epoch, Fault, FaultKind, Secret, Step, WireFormat};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret, Step, WireFormat};
 use gradwire_transport::Transport;
-use gradwire_transport::establish::{ListenConfig, Listeners};
-use gradwire_transport::mesh::{Choice, MeshConfig};
+use gradwire_transport::establish::{Door, ListenConfig, Listeners};
+use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember};
 use rustix::process::{Resource, Rlimit};
 
 use crate::driver::Driver;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, Identity};
+use crate::handle::Tensor;
 use crate::retained::Retained;
-use crate::types::{Integrity, TransportChoice};
+use crate::state::Trainer;
+use crate::transfer::{DoorKeeper, Holder, Newcomer};
+use crate::types::{Integrity, TensorSpec, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
@@ -40,13 +47,14 @@ pub struct Builder {
     first_step: Step,
     recovery: Recovery,
     ranks_min: u32,
+    ranks_max: u32,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
     /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS`, `GRADWIRE_RETAIN_STEPS`, `GRADWIRE_RECOVERY` (fail,
-    /// abort, redo) and `GRADWIRE_RANKS_MIN` as defaults.
+    /// abort, redo), `GRADWIRE_RANKS_MIN` and `GRADWIRE_RANKS_MAX` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
@@ -76,13 +84,8 @@ impl Builder {
             Some("redo") => Recovery::Redo,
             Some(text) => return Err(wrong("GRADWIRE_RECOVERY", text, "fail, abort or redo")),
         };
-        let ranks_min = match variable("GRADWIRE_RANKS_MIN") {
-            None => 1,
-            Some(text) => {
-                let number = text.parse().ok().filter(|number| *number > 0);
-                number.ok_or_else(|| wrong("GRADWIRE_RANKS_MIN", &text, "a number of ranks, at least 1"))?
-            }
-        };
+        let ranks_min = ranks("GRADWIRE_RANKS_MIN")?.unwrap_or(1);
+        let ranks_max = ranks("GRADWIRE_RANKS_MAX")?.unwrap_or(0);
         let place = Some(crate::env::from_process(deadline)?);
         let first_step = Step(0);
         Ok(Self {
@@ -96,6 +99,7 @@ impl Builder {
             first_step,
             recovery,
             ranks_min,
+            ranks_max,
         })
     }
 
@@ -111,6 +115,14 @@ impl Builder {
     #[must_use]
     pub const fn ranks_min(mut self, ranks: u32) -> Self {
         self.ranks_min = ranks;
+        self
+    }
+
+    /// Processes that join the running job may have ranks below this, beyond those that it starts with: see
+    /// [`Builder::join`]. Must be the same on every rank.
+    #[must_use]
+    pub const fn ranks_max(mut self, ranks: u32) -> Self {
+        self.ranks_max = ranks;
         self
     }
 
@@ -168,12 +180,66 @@ impl Builder {
         self
     }
 
-    /// Joins the job. Every rank must do so before the deadline.
+    /// Joins the job as one of the ranks that it starts with. Every rank must do so before the deadline.
     ///
     /// # Errors
     /// A [`Fault`] that names the rank, address or broker that was wrong or missing, and what to do; within the deadline,
     /// and at once where it is known at once. Nothing of this rank is left behind then.
     pub fn connect(mut self) -> Result<Group, Fault> {
+        let start = self.start()?;
+        if start.is_late() {
+            let detail = "the job runs already: take part in it with Builder::join, which gets its state first";
+            return Err(Fault::new(FaultKind::WorldMismatch, detail).at(start.hello.rank));
+        }
+        self.link(start, None)
+    }
+
+    /// Joins the job, with what it takes to take part in one that runs already: declares `specs`, all that the job ever
+    /// declares, and, where the others are ahead, gets their state into `trainer` and applies what came since. A process
+    /// takes part in a running job if it has the rank of one that was lost or left, or one below [`Builder::ranks_max`] that
+    /// nobody has; the others go on meanwhile. That takes [`Recovery::Redo`] or [`Recovery::Abort`] on every rank, and
+    /// that they all call [`Group::offer_state`] at the beginning of each step.
+    ///
+    /// Whichever it was, the trainer goes on with [`Joined::step`].
+    ///
+    /// # Errors
+    /// As [`Builder::connect`] and [`Group::declare`]. What `trainer` holds is unspecified then.
+    pub fn join(mut self, specs: &[TensorSpec], trainer: &mut dyn Trainer) -> Result<Joined, Fault> {
+        let start = self.start()?;
+        if !start.is_late() {
+            let step = self.first_step;
+            let group = self.link(start, None)?;
+            let tensors = group.declare(specs)?;
+            return Ok(Joined { group, tensors, step });
+        }
+        let Some(control) = start.control.clone() else {
+            return Err(Fault::new(FaultKind::System, "a job of one rank has no others to join"));
+        };
+        let mut newcomer = Newcomer {
+            control: &control,
+            params: start.hello.clone(),
+            endpoint: start.listeners.endpoint().clone(),
+            wire: self.wire,
+            specs,
+            deadline: start.deadline,
+            view: start.view.clone(),
+            before: start.view.clone(),
+        };
+        let mut caught_up = newcomer.catch_up(trainer)?;
+        let (view, before, deadline) = (newcomer.view, newcomer.before, start.deadline);
+        self.first_step = Step(caught_up.outline.first_step);
+        let declared = caught_up.outline.declared.clone();
+        let start = Start { view, before: Some(before), ..start };
+        let group = self.link(start, Some(declared))?;
+        let commits = group.wait_until_told(deadline)?;
+        caught_up.follow_to(commits, deadline, trainer)?;
+        drop(caught_up);
+        let tensors = specs.iter().map(|spec| group.tensor(&spec.name)).collect::<Result<_, _>>()?;
+        Ok(Joined { group, tensors, step: Step(self.first_step.0 + commits) })
+    }
+
+    /// Finds the place, and joins the control plane.
+    fn start(&mut self) -> Result<Start, Fault> {
         self.deadline = self.deadline.min(DEADLINE_MAX);
         if self.first_step.0 >= STEPS_MAX / 2 {
             let detail = format!("the first step is {}, but must be below {}", self.first_step.0, STEPS_MAX / 2);
@@ -182,47 +248,79 @@ impl Builder {
         let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
         let deadline = Instant::now() + self.deadline;
         raise_descriptor_limit();
-        let crowded = thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get());
         let listeners =
             Listeners::bind(&ListenConfig { address: place.address, port: 0, interface: place.interface.clone() })?;
-        let (control, epoch, members) = if place.world_size == 1 {
-            (None, Epoch(1), vec![listeners.endpoint().clone()])
+        let alone = place.world_size == 1 && self.recovery == Recovery::Fail;
+        let (control, view) = if alone || place.broker.is_none() && place.world_size == 1 {
+            let only = Member { rank: place.rank, id: [0; 16], endpoint: listeners.endpoint().clone() };
+            (None, View { epoch: Epoch(1), id: [0; 16], members: vec![only] })
         } else {
             let request = self.join_request(&place, &listeners)?;
             let (control, view) = ControlPlane::join(request)?;
-            let members = view.members.into_iter().map(|member| member.endpoint).collect();
-            (Some(Arc::new(control)), view.epoch, members)
+            (Some(Arc::new(control)), view)
         };
         let hello = HelloParams {
             secret: place.secret.clone(),
             job: job_tag(&place.secret, &place.instance),
-            epoch,
+            epoch: view.epoch,
             rank: place.rank,
-            world_size: place.world_size,
+            world_size: place.world_size.max(self.ranks_max),
+        };
+        Ok(Start { place, deadline, listeners, control, view, before: None, hello })
+    }
+
+    /// Opens the links to all members, and makes the group. `declared`: what the job that this rank joins has declared.
+    fn link(&self, start: Start, declared: Option<Vec<Vec<Declaration>>>) -> Result<Group, Fault> {
+        let Start { place, deadline, listeners, control, mut view, before, mut hello } = start;
+        let choice = match self.transport {
+            TransportChoice::Auto => Choice::Auto,
+            TransportChoice::Shm => Choice::Shm,
+            TransportChoice::Tcp => Choice::Tcp,
+        };
+        hello.epoch = view.epoch;
+        let before: BTreeSet<RecordId> = before.iter().flat_map(|before| &before.members).map(|one| one.id).collect();
+        let together: BTreeSet<RecordId> =
+            view.members.iter().map(|member| member.id).filter(|id| !before.contains(id)).collect();
+        let came = |id: RecordId| match (before.contains(&id), together.contains(&id)) {
+            (true, _) => Ordering::Less,
+            (_, true) => Ordering::Equal,
+            _ => Ordering::Greater,
         };
         let mesh = MeshConfig {
             hello: hello.clone(),
-            members,
-            choice: match self.transport {
-                TransportChoice::Auto => Choice::Auto,
-                TransportChoice::Shm => Choice::Shm,
-                TransportChoice::Tcp => Choice::Tcp,
-            },
+            members: mesh_members(&view, &came),
+            choice,
             deadline: deadline.saturating_duration_since(Instant::now()),
         };
-        let stop = || control.as_ref().and_then(|control| failure(control));
-        let links = listeners.connect(&mesh, &stop).inspect_err(|fault| {
+        let mut watch = || {
+            let Some(control) = &control else { return Ok(None) };
+            let mut change = None;
+            while let Some(event) = control.event() {
+                match event {
+                    ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => return Err(fault),
+                    ControlEvent::View(new) => {
+                        let members = mesh_members(&new, &came);
+                        change = Some(MeshChange { epoch: new.epoch, members });
+                        view = new;
+                    }
+                    _ => {}
+                }
+            }
+            Ok(change)
+        };
+        let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
             // The others wait for links that will not come: they are told why.
-            if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none()) {
+            if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none() && declared.is_none()) {
                 control.report(fault);
             }
         })?;
+        hello.epoch = view.epoch;
         let mut guard = place.guard;
         guard.all_joined();
         let config = SessionConfig {
             rank: place.rank,
             world_size: place.world_size,
-            epoch,
+            epoch: view.epoch,
             job: hello.job,
             first_step: self.first_step,
             timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
@@ -230,7 +328,16 @@ impl Builder {
             // A rank on its own has nobody to lose.
             recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
         };
-        self.assemble(config, Box::new(links), control, Some(guard), crowded)
+        let parts = Parts {
+            transport: Box::new(links),
+            control,
+            guard: Some(guard),
+            crowded: thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get()),
+            processes: view.members.iter().map(|member| (member.rank, member.id)).collect(),
+            declared,
+            door: (self.recovery != Recovery::Fail).then_some((door, hello)),
+        };
+        self.assemble(config, parts)
     }
 
     fn join_request(&self, place: &Place, listeners: &Listeners) -> Result<JoinRequest, Fault> {
@@ -243,7 +350,9 @@ impl Builder {
         config.tenant.clone_from(&place.tenant);
         let policy = match self.recovery {
             Recovery::Fail => Policy::Fixed,
-            Recovery::Abort | Recovery::Redo => Policy::Elastic { ranks_min: self.ranks_min },
+            Recovery::Abort | Recovery::Redo => {
+                Policy::Elastic { ranks_min: self.ranks_min, ranks_max: self.ranks_max }
+            }
         };
         Ok(JoinRequest {
             config,
@@ -257,14 +366,8 @@ impl Builder {
     }
 
     /// A group over links that are up.
-    fn assemble(
-        &self,
-        config: SessionConfig,
-        transport: Box<dyn Transport>,
-        control: Option<Arc<ControlPlane>>,
-        guard: Option<Guard>,
-        crowded: bool,
-    ) -> Result<Group, Fault> {
+    fn assemble(&self, config: SessionConfig, parts: Parts) -> Result<Group, Fault> {
+        let Parts { transport, control, guard, crowded, processes, declared, door } = parts;
         let identity = Identity {
             rank: config.rank,
             world_size: config.world_size,
@@ -277,10 +380,36 @@ impl Builder {
         if let (Some(control), Some(retained)) = (&control, &retained) {
             control.hold_copies(retained.clone())?;
         }
-        let engine = EngineConfig { session: config, integrity: self.integrity, retained };
+        let holder = door.is_some().then(|| Arc::new(Holder::new(self.first_step)));
+        if let (Some(holder), Some(declared)) = (&holder, &declared) {
+            holder.declared(declared);
+        }
+        let joins = declared.is_some();
+        let engine = EngineConfig {
+            session: config,
+            integrity: self.integrity,
+            retained,
+            holder: holder.clone(),
+            processes,
+            joins: declared,
+        };
         let engine = Engine::new(engine, transport);
         let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
-        Group::new(identity, driver, thread, control, guard)
+        let keeper = match (door, &holder) {
+            (Some((door, hello)), Some(holder)) => {
+                let weak = Arc::downgrade(&driver);
+                let arrived = move |arrival| {
+                    if let Some(driver) = weak.upgrade() {
+                        driver.arrived(arrival);
+                    }
+                };
+                let keeper = DoorKeeper::start(door, hello, Arc::clone(holder), arrived)?;
+                driver.open_door(keeper.bell());
+                Some(keeper)
+            }
+            _ => None,
+        };
+        Group::new(identity, driver, thread, control, guard, (keeper, holder), joins)
     }
 
     /// A group over links that a test made: no place.
@@ -303,7 +432,9 @@ impl Builder {
             copies: self.retain_steps > 0 && control.is_some(),
             recovery: self.recovery,
         };
-        self.assemble(config, transport, control, None, true)
+        let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [0; 16])).collect();
+        let (guard, declared, door) = (None, None, None);
+        self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, door })
     }
 
     /// Defaults, for [`Builder::over`].
@@ -321,8 +452,56 @@ impl Builder {
             first_step: Step(0),
             recovery: Recovery::Fail,
             ranks_min: 1,
+            ranks_max: 0,
         }
     }
+}
+
+/// A process that joined the control plane.
+struct Start {
+    place: Place,
+    deadline: Instant,
+    listeners: Listeners,
+    control: Option<Arc<ControlPlane>>,
+    view: View,
+    /// The view when this process joined the control plane, where it is none of its members.
+    before: Option<View>,
+    hello: HelloParams,
+}
+
+impl Start {
+    /// Whether the job runs without this process.
+    fn is_late(&self) -> bool {
+        self.control.as_ref().is_some_and(|control| self.view.member(control.join_id()).is_none())
+    }
+}
+
+/// What a group is made of.
+struct Parts {
+    transport: Box<dyn Transport>,
+    control: Option<Arc<ControlPlane>>,
+    guard: Option<Guard>,
+    crowded: bool,
+    processes: Vec<(Rank, RecordId)>,
+    declared: Option<Vec<Vec<Declaration>>>,
+    door: Option<(Door, HelloParams)>,
+}
+
+/// A place in a job, however far that is.
+#[derive(Debug)]
+pub struct Joined {
+    /// The group.
+    pub group: Group,
+    /// The tensors, in the order of their specs.
+    pub tensors: Vec<Tensor>,
+    /// The first step that this rank takes part in, as [`Version::step`](crate::Version::step) counts them.
+    pub step: Step,
+}
+
+fn mesh_members(view: &View, came: &dyn Fn(RecordId) -> Ordering) -> Vec<MeshMember> {
+    let member =
+        |member: &Member| MeshMember { rank: member.rank, endpoint: member.endpoint.clone(), came: came(member.id) };
+    view.members.iter().map(member).collect()
 }
 
 /// Every buffer and link has a descriptor: the soft limit, often 1,024, is raised as far as this process may.
@@ -336,14 +515,6 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// A failure that another rank reported.
-fn failure(control: &ControlPlane) -> Option<Fault> {
-    std::iter::from_fn(|| control.event()).find_map(|event| match event {
-        ControlEvent::Failed(fault) => Some(fault),
-        _ => None,
-    })
-}
-
 /// What binds frames to the job: nobody without the secret can know it.
 fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
     let proof = secret.proof("gradwire job tag", &[instance]);
@@ -354,6 +525,14 @@ fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// A number of ranks from the environment.
+fn ranks(name: &str) -> Result<Option<u32>, Fault> {
+    let Some(text) = variable(name) else { return Ok(None) };
+    let number = text.parse().ok().filter(|number| (1..=WORLD_SIZE_MAX).contains(number));
+    let expected = format!("a number of ranks from 1 to {WORLD_SIZE_MAX}");
+    number.map(Some).ok_or_else(|| wrong(name, &text, &expected))
 }
 
 /// A number of milliseconds from the environment.

@@ -15,9 +15,11 @@ use crossbeam_queue::ArrayQueue;
 use gradwire_control::{ControlEvent, ControlPlane, CopyRequest, ShardVersion};
 use gradwire_proto::frame::FrameHeader;
 use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_transport::establish::Arrival;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::engine::{Engine, Submission};
+use crate::transfer::DoorBell;
 
 /// Operations that can be handed over before the engine takes them up.
 const SUBMISSIONS_MAX: usize = 4096;
@@ -32,6 +34,8 @@ const TAKEOVER_MAX: Duration = Duration::from_millis(16);
 /// A thread that waits for the baton looks again after this long, in case its wake-up went elsewhere.
 const BATON_RECHECK: Duration = Duration::from_millis(20);
 
+/// Most links of newcomers that wait for the engine.
+const ARRIVALS_MAX: usize = 1024;
 /// Most answers about copies that wait for the engine.
 const COPIES_MAX: usize = 256;
 /// How long copies may take before their link is asked alone again.
@@ -71,6 +75,9 @@ pub(crate) struct Driver {
     control_rang: AtomicBool,
     /// Results that came as copies from other ranks, or did not.
     copies: ArrayQueue<Copies>,
+    /// Links that newcomers opened; and what lets them in.
+    arrivals: ArrayQueue<Arrival>,
+    bell: std::sync::OnceLock<DoorBell>,
     /// This driver, for those who answer later.
     me: Weak<Self>,
     spin: Duration,
@@ -96,6 +103,8 @@ impl Driver {
             .map_err(|errno| system("no event descriptor could be had; raise the limit on open files", errno.into()))?;
         let driver = Arc::new_cyclic(|me| Self {
             copies: ArrayQueue::new(COPIES_MAX),
+            arrivals: ArrayQueue::new(ARRIVALS_MAX),
+            bell: std::sync::OnceLock::new(),
             me: me.clone(),
             engine: ArrayQueue::new(1),
             submissions: ArrayQueue::new(SUBMISSIONS_MAX),
@@ -153,6 +162,18 @@ impl Driver {
             self.wake_background();
         }
         self.ring();
+    }
+
+    /// A newcomer opened its link.
+    pub(crate) fn arrived(&self, arrival: Arrival) {
+        drop(self.arrivals.force_push(arrival));
+        self.wake_background();
+        self.ring();
+    }
+
+    /// From now on newcomers are let in.
+    pub(crate) fn open_door(&self, bell: DoorBell) {
+        let _ = self.bell.set(bell);
     }
 
     /// Fails the job.
@@ -249,6 +270,9 @@ impl Driver {
         if self.control_rang.swap(false, Ordering::AcqRel) {
             self.take_control_events(engine);
         }
+        while let Some(arrival) = self.arrivals.pop() {
+            engine.arrived(arrival);
+        }
         while let Some(Copies { owner, header, data }) = self.copies.pop() {
             match data {
                 Some(data) => engine.take_copies(owner, &header, &data),
@@ -305,8 +329,15 @@ impl Driver {
             match event {
                 ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => engine.fail(fault),
                 ControlEvent::View(view) => {
-                    let members: Vec<Rank> = view.members.iter().map(|member| member.rank).collect();
-                    engine.enter(view.epoch, &members);
+                    if let Some(bell) = self.bell.get() {
+                        bell.set_epoch(view.epoch);
+                    }
+                    engine.set_view(view);
+                }
+                ControlEvent::TooFew { left, needed } => {
+                    let detail = format!("{left} ranks are left, and at least {needed} are needed to go on");
+                    tracing::warn!(left, needed, "too few ranks are left: waiting for others");
+                    engine.give_up_step(&detail);
                 }
                 _ => {}
             }
@@ -333,6 +364,7 @@ impl Driver {
             || !self.faults.is_empty()
             || self.control_rang.load(Ordering::SeqCst)
             || !self.copies.is_empty()
+            || !self.arrivals.is_empty()
             || self.wanted_briefly.load(Ordering::SeqCst) > 0
             || (yielding && self.wanted.load(Ordering::SeqCst) > 0)
             || self.stop.load(Ordering::SeqCst);

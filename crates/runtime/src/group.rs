@@ -18,10 +18,12 @@ use crate::driver::Driver;
 use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
+use crate::state::State;
+use crate::transfer::{DoorKeeper, Holder};
 use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Version};
 
 /// Names that begin like this are gradwire's own.
-const RESERVED_PREFIX: &str = "gradwire.";
+pub(crate) const RESERVED_PREFIX: &str = "gradwire.";
 const BARRIER: &str = "gradwire.barrier";
 /// How long a farewell may take: peers that need something get it, but a dead one does not hold anybody up.
 const FAREWELL_MAX: Duration = Duration::from_secs(2);
@@ -39,6 +41,8 @@ pub struct Group {
     transport: String,
     commits: AtomicU64,
     versions_dropped: AtomicU64,
+    /// Lets newcomers in, and what they are given.
+    door: (Option<DoorKeeper>, Option<Arc<Holder>>),
     /// Keeps the job's rendezvous, where this process serves it, until the group is gone.
     guard: Option<Guard>,
 }
@@ -61,13 +65,16 @@ impl fmt::Debug for Group {
 }
 
 impl Group {
-    /// A group over an engine that drives already. Collective: declares what gradwire itself needs.
+    /// A group over an engine that drives already. Collective: declares what gradwire itself needs. `joins`: it joins a
+    /// running job, where that was done.
     pub(crate) fn new(
         identity: Identity,
         driver: Arc<Driver>,
         thread: JoinHandle<()>,
         control: Option<Arc<ControlPlane>>,
         guard: Option<Guard>,
+        door: (Option<DoorKeeper>, Option<Arc<Holder>>),
+        joins: bool,
     ) -> Result<Self, Fault> {
         let transport = driver.with_engine(|engine| engine.transport_names().join("+"));
         let mut group = Self {
@@ -79,10 +86,16 @@ impl Group {
             transport: if transport.is_empty() { "local".into() } else { transport },
             commits: AtomicU64::new(identity.first_step.0),
             versions_dropped: AtomicU64::new(0),
+            door,
             guard,
         };
-        let barrier = TensorSpec::new(BARRIER, &[0], gradwire_proto::DType::F32);
-        group.barrier = group.declare_any(&[barrier])?.pop();
+        group.barrier = if joins {
+            // It was declared when the job began.
+            Some(group.tensor(BARRIER)?)
+        } else {
+            let barrier = TensorSpec::new(BARRIER, &[0], gradwire_proto::DType::F32);
+            group.declare_any(&[barrier])?.pop()
+        };
         Ok(group)
     }
 
@@ -326,6 +339,37 @@ impl Group {
         Ok(Commit { version: Version { epoch, step }, contributors, replaced })
     }
 
+    /// Offers the trainer's state to processes that join the running job ([`Builder::join`](crate::Builder::join)): call it
+    /// at the beginning of each step, before its first operation, on every rank, also of a step that is repeated. It is
+    /// copied, as far as it is this rank's share, only if somebody waits for the state of just this step; otherwise this
+    /// costs nothing.
+    ///
+    /// Where so few ranks are left that they may not go on ([`Builder::ranks_min`](crate::Builder::ranks_min)) it waits for
+    /// others, up to the deadline.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` when too few ranks are left, and no others came in time. `InvalidArgument` when two parts of the
+    /// state have one name.
+    pub fn offer_state(&self, state: &dyn State) -> Result<(), Fault> {
+        let Some(holder) = &self.door.1 else { return Ok(()) };
+        let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
+        holder.offer(commits, state, self.identity.deadline)
+    }
+
+    /// Waits until this rank, which joins a running job, knows where the others are. Returns how many steps are final.
+    pub(crate) fn wait_until_told(&self, deadline: Instant) -> Result<u64, Fault> {
+        self.driver.drive_to(Some(deadline), |engine| !engine.is_syncing() || engine.fault().is_some());
+        let (commits, syncing) = self.driver.with_engine(|engine| {
+            engine.fault().cloned().map_or_else(|| Ok((engine.commits(), engine.is_syncing())), Err)
+        })?;
+        if syncing {
+            let detail = "the members did not say where they are before the deadline";
+            return Err(Fault::new(FaultKind::DeadlineExceeded, detail));
+        }
+        self.commits.store(self.identity.first_step.0 + commits, Ordering::Relaxed);
+        Ok(commits)
+    }
+
     /// What was counted since the group was made.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -371,6 +415,9 @@ impl Group {
     fn shut_down(&mut self) -> Result<(), Fault> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let mut recorded = Ok(());
+        if let Some(holder) = &self.door.1 {
+            holder.close();
+        }
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
         self.driver.with_engine(crate::engine::Engine::leave);
         let limit = Instant::now().checked_add(FAREWELL_MAX);
@@ -392,6 +439,7 @@ impl Group {
             self.driver.drive_to(limit, crate::engine::Engine::is_alone);
         }
         self.driver.stop(thread);
+        drop(self.door.0.take());
         drop(self.guard.take());
         recorded
     }

@@ -30,15 +30,16 @@ mod retained;
 mod state;
 #[cfg(test)]
 mod tests;
+mod transfer;
 mod types;
 
-pub use builder::Builder;
+pub use builder::{Builder, Joined};
 pub use gradwire_proto::session::Recovery;
 pub use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Scope, Secret, Step, WireFormat};
 pub use gradwire_transport::{Buffer, Element};
 pub use group::Group;
 pub use handle::{Handle, Tensor};
-pub use state::{State, StateTensor, StateTensorMut};
+pub use state::{State, StateTensor, StateTensorMut, StepResults, Trainer};
 pub use types::{
     Commit, Completed, Integrity, OpError, Outcome, Replaced, Stats, TensorSpec, TransportChoice, Version,
 };

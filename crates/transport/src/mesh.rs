@@ -8,6 +8,7 @@
 #[cfg(test)]
 mod tests;
 
+use std::cmp::Ordering;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -68,8 +69,9 @@ pub struct MeshMember {
     pub rank: Rank,
     /// Where it can be reached.
     pub endpoint: Endpoint,
-    /// It was a member before this rank, which dials it whichever of them has the higher rank.
-    pub settled: bool,
+    /// Whether it became a member before this process (`Less`), with it, or after it. Who came later dials; of those who
+    /// came together, the higher rank.
+    pub came: Ordering,
 }
 
 /// What changed while a mesh came up.
@@ -170,7 +172,7 @@ impl Mesh {
 
     /// Whether this rank dials that member, which otherwise dials this one.
     fn dials(&self, member: &MeshMember) -> bool {
-        member.settled || member.rank < self.config.hello.rank
+        member.came.then(member.rank.cmp(&self.config.hello.rank)) == Ordering::Less
     }
 
     /// Begins to dial who is to be dialled and is not yet.

@@ -414,6 +414,7 @@ impl Session {
 
     /// The step's operations end without a result, and the step begins anew.
     pub(super) fn abort_step(&mut self, why: &str) {
+        let begun = !self.touched.is_empty() || self.committing.is_some();
         for tensor in mem::take(&mut self.touched) {
             let state = &mut self.tensors[tensor.index()];
             (state.step, state.since_commit, state.active) = (state.base, 0, false);
@@ -423,7 +424,7 @@ impl Session {
         self.committing = None;
         let members = name_ranks(self.members().iter().copied());
         let detail = format!("{why}: repeat the step from its beginning; {} has {members}", self.config.epoch);
-        self.events.push_back(Event::Aborted(Fault::new(FaultKind::StepAborted, detail)));
+        self.events.push_back(Event::Aborted { fault: Fault::new(FaultKind::StepAborted, detail), begun });
     }
 
     /// The next reductions of what this rank owns of the tensor have its step.

@@ -216,7 +216,7 @@ impl World {
                     node.again += 1;
                     node.waits_for.push(tensor);
                 }
-                Event::Aborted(_) => {
+                Event::Aborted { .. } => {
                     node.aborted += 1;
                     node.waits_for.clear();
                     (node.posted, node.committing) = (false, false);

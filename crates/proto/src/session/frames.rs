@@ -310,6 +310,7 @@ impl Session {
             FrameKind::Manifest => self.handle_manifest(peer, header, body),
             FrameKind::Ready => self.handle_ready(peer, header),
             FrameKind::Contribution | FrameKind::Result => Err(Fault::violation(peer, "data as a message")),
+            FrameKind::Ask | FrameKind::Give => Err(Fault::violation(peer, "what is for newcomers")),
         }
     }
 

@@ -154,7 +154,7 @@ impl World {
                 | Event::Entered
                 | Event::Synced
                 | Event::Again { .. }
-                | Event::Aborted(_)
+                | Event::Aborted { .. }
                 | Event::Committed { .. } => unreachable!("members do not change here: {event:?}"),
             }
         }

@@ -163,7 +163,12 @@ pub enum Event {
     },
     /// The step does not stand: its operations end without a result, those that were done do not count, and a commit
     /// that was begun is off. It begins anew.
-    Aborted(Fault),
+    Aborted {
+        /// Why.
+        fault: Fault,
+        /// This rank had begun the step.
+        begun: bool,
+    },
     /// The step is final: every member has all of its results.
     Committed {
         /// How many steps are, this one included.

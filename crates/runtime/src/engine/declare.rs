@@ -58,6 +58,14 @@ impl Engine {
         let me = self.rank();
         let plan = self.session.plan();
         self.memory.add_round(plan, first, me, &self.capabilities, &mut *self.transport)?;
+        self.make_slots();
+        self.session.prepare(&self.landings());
+        Ok(())
+    }
+
+    /// Makes room for the buffers of all tensors that are declared.
+    pub(super) fn make_slots(&mut self) {
+        let plan = self.session.plan();
         for index in self.slots.len()..plan.tensors.len() {
             let tensor = &plan.tensors[index];
             let bucket = plan.bucket(tensor.bucket);
@@ -66,8 +74,6 @@ impl Engine {
             self.slots.push(Slot { input: None, output: None, retained: None, replaces: false, shared });
         }
         self.finishing.reserve(self.slots.len());
-        self.session.prepare(&self.landings());
-        Ok(())
     }
 
     /// By rank: where contributions to the latest round are to be written.

@@ -4,14 +4,19 @@
 //! is in another buffer of the tensor's pool. Nothing is copied for it.
 
 use std::mem;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use gradwire_proto::membership::{RecordId, View};
 use gradwire_proto::session::{Recovery, Rejected};
-use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, TensorId, UnitIndex};
+use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_transport::establish::Arrival;
 use gradwire_transport::{Buffer, Capabilities};
 
 use super::Engine;
 use crate::types::Outcome;
+
+/// How long a new member may take to open its link.
+const ARRIVAL_MAX: Duration = Duration::from_secs(5);
 
 /// What is kept for commits and epochs.
 #[derive(Debug, Default)]
@@ -23,6 +28,14 @@ pub(super) struct Epochs {
     /// Results of this step that replace others which callers have.
     pub(super) replaced: Vec<(TensorId, Buffer, Outcome)>,
     commit: Commit,
+    /// The step was aborted while the caller had nothing in flight that would say so: what it does next does.
+    pub(super) owed: Option<Fault>,
+    /// The processes that are members now.
+    processes: Vec<(Rank, RecordId)>,
+    /// The view that is to be entered, and since when this rank knows it.
+    pending: Option<(View, Instant)>,
+    /// Links that newcomers opened.
+    arrivals: Vec<Arrival>,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +65,10 @@ pub(crate) struct Committed {
 }
 
 impl Epochs {
+    pub(super) fn new(processes: Vec<(Rank, RecordId)>) -> Self {
+        Self { processes, ..Self::default() }
+    }
+
     /// The job failed.
     pub(super) fn failed(&mut self, fault: &Fault) {
         if matches!(self.commit, Commit::Begun) {
@@ -78,21 +95,111 @@ impl Engine {
         self.slots[tensor.index()].shared.pool.take().map(Some)
     }
 
-    /// Goes on with these members. Links to those that are none any more end, so that nothing of them lands.
-    pub(crate) fn enter(&mut self, epoch: Epoch, members: &[Rank]) {
-        self.take_events();
-        if epoch <= self.session.config().epoch || self.session.fault().is_some() {
-            return;
+    /// There is a new view: it is entered as soon as newcomers have opened their links and, where it only adds members,
+    /// between two steps.
+    pub(crate) fn set_view(&mut self, view: View) {
+        self.epochs.pending = Some((view, Instant::now()));
+    }
+
+    /// A newcomer opened its link.
+    pub(crate) fn arrived(&mut self, arrival: Arrival) {
+        self.epochs.arrivals.retain(|other| other.peer != arrival.peer);
+        self.epochs.arrivals.push(arrival);
+    }
+
+    /// Enters the view that waits, if it is time.
+    pub(super) fn try_enter(&mut self) -> bool {
+        let Some((view, since)) = &self.epochs.pending else { return false };
+        if view.epoch <= self.session.config().epoch || self.session.fault().is_some() {
+            self.epochs.pending = None;
+            return false;
         }
+        let is_member = |rank: Rank, id: RecordId| self.epochs.processes.contains(&(rank, id));
+        let fresh: Vec<Rank> =
+            view.members.iter().filter(|one| !is_member(one.rank, one.id)).map(|one| one.rank).collect();
+        let only_adds = self.epochs.processes.iter().all(|(_, id)| view.member(*id).is_some());
+        if only_adds && !self.session.is_between_steps() && !self.session.is_awaited_in(view.epoch) {
+            return false;
+        }
+        let absent = |rank: &&Rank| !self.epochs.arrivals.iter().any(|arrival| arrival.peer == **rank);
+        if let Some(rank) = fresh.iter().find(absent).copied() {
+            if since.elapsed() > ARRIVAL_MAX {
+                let detail = format!("{rank} became a member, but opened no link within {} s", ARRIVAL_MAX.as_secs());
+                self.epochs.lost.push((rank, Fault::new(FaultKind::RankDied, detail).at(rank)));
+                if let Some((_, since)) = &mut self.epochs.pending {
+                    *since = Instant::now();
+                }
+            }
+            return false;
+        }
+        let Some((view, _)) = self.epochs.pending.take() else { return false };
+        self.enter(&view, &fresh);
+        true
+    }
+
+    /// Goes on with these members. Links to those that are none any more end, so that nothing of them lands.
+    fn enter(&mut self, view: &View, fresh: &[Rank]) {
         let made = self.made();
         self.epochs.before.get_or_insert(made);
+        let members: Vec<Rank> = view.members.iter().map(|member| member.rank).collect();
         for peer in self.session.members().to_vec() {
-            if !members.contains(&peer) {
+            if !members.contains(&peer) || fresh.contains(&peer) {
                 self.transport.disconnect(peer);
             }
         }
-        self.session.enter(epoch, members);
+        let ranks = members.last().map_or(0, |last| last.index() + 1).max(self.capabilities.len());
+        self.capabilities.resize(ranks, Capabilities::default());
+        self.rejected_by.resize(ranks, Rejected::default());
+        self.epochs.processes = view.members.iter().map(|member| (member.rank, member.id)).collect();
+        let mut failed = Vec::new();
+        for arrival in mem::take(&mut self.epochs.arrivals) {
+            let peer = arrival.peer;
+            if !fresh.contains(&peer) {
+                continue;
+            }
+            match self.transport.welcome(arrival, Instant::now() + ARRIVAL_MAX) {
+                Ok(()) => self.capabilities[peer.index()] = self.transport.capabilities(peer),
+                Err(fault) => failed.push((peer, fault)),
+            }
+            self.rejected_by[peer.index()] = Rejected::default();
+        }
+        self.session.enter(view.epoch, &members, fresh);
+        for (peer, fault) in failed {
+            self.session.handle_link_down(peer, fault);
+        }
+        if let Some(holder) = &self.holder {
+            holder.set_too_few(None);
+        }
         self.take_events();
+    }
+
+    /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
+    pub(crate) fn give_up_step(&mut self, why: &str) {
+        self.session.give_up_step(why);
+        if let Some(holder) = &self.holder {
+            holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, why)));
+        }
+        self.take_events();
+    }
+
+    /// Everybody knows what becomes of the step.
+    pub(super) fn end_sync(&mut self) {
+        self.epochs.before = None;
+        let (commits, first_step) = (self.session.commits(), self.session.config().first_step);
+        self.memory.step = Step(first_step.0 + commits);
+        if let Some(holder) = &self.holder {
+            holder.begin(commits);
+        }
+    }
+
+    /// Steps that are final.
+    pub(crate) const fn commits(&self) -> u64 {
+        self.session.commits()
+    }
+
+    /// Whether an epoch was entered, and some member is not known to have followed.
+    pub(crate) fn is_syncing(&self) -> bool {
+        self.session.is_syncing()
     }
 
     pub(super) fn made(&mut self) -> Made {
@@ -147,7 +254,11 @@ impl Engine {
     }
 
     /// The step begins anew: what was in flight ends with the reason.
-    pub(super) fn abort_step(&mut self, fault: &Fault) {
+    pub(super) fn abort_step(&mut self, fault: &Fault, begun: bool) {
+        let told = self.is_committing() || self.slots.iter().any(|slot| slot.output.is_some());
+        if begun && !told {
+            self.epochs.owed = Some(fault.clone());
+        }
         self.finishing.clear();
         self.epochs.replaced.clear();
         self.epochs.before = None;
@@ -165,6 +276,9 @@ impl Engine {
 
     /// Begins to commit the step. It is over when [`Engine::is_committing`] is not.
     pub(crate) fn begin_commit(&mut self, deadline: Duration) -> Result<(), Fault> {
+        if let Some(fault) = self.epochs.owed.take() {
+            return Err(fault);
+        }
         let now = self.now();
         self.session.begin_commit(now, Some(u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX)))?;
         self.epochs.commit = Commit::Begun;
@@ -185,6 +299,9 @@ impl Engine {
             slot.retained = None;
         }
         self.memory.step = self.memory.step.next();
+        if let Some(holder) = &self.holder {
+            holder.commit(self.session.commits(), made.epoch, &made.contributors);
+        }
         let (replaced, rejected) = (mem::take(&mut self.epochs.replaced), self.take_rejected());
         self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced, rejected }));
     }

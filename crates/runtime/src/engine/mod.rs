@@ -20,12 +20,15 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gradwire_proto::frame::{FrameHeader, JobTag};
+use gradwire_proto::manifest::Declaration;
+use gradwire_proto::membership::RecordId;
 use gradwire_proto::session::{Event, Rejected, Session, SessionConfig};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
 use crate::handle::{OpResult, TensorShared};
 use crate::retained::Retained;
+use crate::transfer::Holder;
 use crate::types::{Completed, Integrity, OpError, Outcome, Stats};
 use epoch::Epochs;
 pub(crate) use epoch::{Committed, Made};
@@ -64,6 +67,12 @@ pub(crate) struct EngineConfig {
     pub(crate) integrity: Integrity,
     /// Where results are kept for ranks that ask for copies, if they are.
     pub(crate) retained: Option<Arc<Retained>>,
+    /// What newcomers are given, in a job that takes them in.
+    pub(crate) holder: Option<Arc<Holder>>,
+    /// The members' processes.
+    pub(crate) processes: Vec<(Rank, RecordId)>,
+    /// What was declared in the job that this rank joins while it runs, by round.
+    pub(crate) joins: Option<Vec<Vec<Declaration>>>,
 }
 
 /// One rank's exchange.
@@ -96,6 +105,7 @@ pub(crate) struct Engine {
     rejected: u64,
     rejected_by: Vec<Rejected>,
     epochs: Epochs,
+    holder: Option<Arc<Holder>>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -106,15 +116,22 @@ impl std::fmt::Debug for Engine {
 
 impl Engine {
     pub(crate) fn new(config: EngineConfig, transport: Box<dyn Transport>) -> Self {
-        let world = config.session.world_size;
         let me = config.session.rank;
-        let capabilities = (0..world)
+        let session = match &config.joins {
+            None => Session::new(config.session),
+            Some(declared) => {
+                let members: Vec<Rank> = config.processes.iter().map(|(rank, _)| *rank).collect();
+                Session::newcomer(config.session, &members, declared)
+            }
+        };
+        let ranks = session.plan().ranks();
+        let capabilities = (0..ranks as u32)
             .map(Rank)
             .map(|peer| if peer == me { Capabilities::default() } else { transport.capabilities(peer) })
             .collect();
-        Self {
+        let mut engine = Self {
             transport,
-            session: Session::new(config.session),
+            session,
             memory: Memory::new(config.retained, config.session.epoch, config.session.first_step),
             slots: Vec::new(),
             capabilities,
@@ -132,9 +149,12 @@ impl Engine {
             spoilt: Vec::new(),
             spoilt_asked: Vec::new(),
             rejected: 0,
-            rejected_by: vec![Rejected::default(); world as usize],
-            epochs: Epochs::default(),
-        }
+            rejected_by: vec![Rejected::default(); ranks],
+            epochs: Epochs::new(config.processes),
+            holder: config.holder,
+        };
+        engine.make_slots();
+        engine
     }
 
     fn rank(&self) -> Rank {
@@ -209,6 +229,9 @@ impl Engine {
     /// Starts an operation, or ends it at once with an error.
     pub(crate) fn submit(&mut self, submission: Submission) {
         let Submission { tensor, input, output, deadline, urgent } = submission;
+        if let Some(fault) = self.epochs.owed.take() {
+            return self.reject(tensor, fault, input, output);
+        }
         let (input, output) = match self.result_apart(tensor, input.as_ref()) {
             Ok(None) => (input, output),
             Ok(Some(result)) => (Some(output), result),
@@ -318,6 +341,7 @@ impl Engine {
         moved += self.take_events();
         moved += self.finish();
         self.free_old();
+        moved += usize::from(self.try_enter());
         moved > 0
     }
 
@@ -328,7 +352,11 @@ impl Engine {
             match event {
                 Event::Done { tensor, step, nonfinite } => self.finishing.push((tensor, step, nonfinite)),
                 Event::Manifests => self.agree(),
-                Event::Prepared => {}
+                Event::Prepared => {
+                    if let Some(holder) = &self.holder {
+                        holder.declared(self.session.declared());
+                    }
+                }
                 Event::Failed(fault) => self.end_all(&fault),
                 Event::Farewell => self.farewell = true,
                 Event::Spoilt { peer, header } if !self.spoilt_asked.contains(&header) => {
@@ -338,9 +366,9 @@ impl Engine {
                 Event::Spoilt { .. } => {}
                 Event::Lost { peer, fault } => self.epochs.lost.push((peer, fault)),
                 Event::Entered => self.lay_out_epoch(),
-                Event::Synced => self.epochs.before = None,
+                Event::Synced => self.end_sync(),
                 Event::Again { tensor } => self.do_again(tensor),
-                Event::Aborted(fault) => self.abort_step(&fault),
+                Event::Aborted { fault, begun } => self.abort_step(&fault, begun),
                 Event::Committed { .. } => self.end_commit(),
             }
         }

@@ -7,6 +7,7 @@ use gradwire_transport::{Refused, Transport};
 
 use super::memory::{Memory, RoundMemory, local};
 use super::{Engine, Slot};
+use crate::transfer::Made;
 
 impl Engine {
     pub(super) fn work(&mut self, now: u64) -> usize {
@@ -31,7 +32,7 @@ impl Engine {
     /// staging memory. Returns whether the result has an infinity or a NaN; nothing, if the link to a peer whose
     /// contribution is read in place has ended.
     fn reduce(&mut self, unit: UnitIndex) -> Result<Option<bool>, Fault> {
-        let Self { session, memory, slots, transport, .. } = self;
+        let Self { session, memory, slots, transport, holder, .. } = self;
         let plan = session.plan();
         let unit_plan = plan.unit(unit);
         let bucket = plan.bucket(unit_plan.bucket);
@@ -75,6 +76,11 @@ impl Engine {
         let summary = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors)?.run(inputs, outputs)?;
         let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
         let crc = crc32(sent);
+        if let Some(holder) = holder.as_ref().filter(|holder| holder.journals() && !sent.is_empty()) {
+            let (tensor, at, elements) = (unit_plan.tensor, unit_plan.in_tensor, unit_plan.elements);
+            let made = Made { tensor, at, elements, wire: bucket.wire, bytes: sent.to_vec() };
+            holder.keep(session.commits(), session.config().epoch, made);
+        }
         memory.set_crc(unit, crc);
         if memory.retained.is_some() {
             // Borrowed anew: results are a part of the memory.

@@ -122,7 +122,9 @@ impl Family {
             let text = format!("{world_name} is {world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks");
             return Err(Fault::new(FaultKind::WorldMismatch, text));
         }
-        if rank >= world_size {
+        // Processes that join a running job may have further ranks.
+        let ranks_max = variables("GRADWIRE_RANKS_MAX").and_then(|text| text.parse().ok()).unwrap_or(0);
+        if rank >= world_size.max(ranks_max).min(WORLD_SIZE_MAX) {
             let text = format!("{} is {rank}, and {world_name} is {world_size}: ranks count from 0", self.rank);
             return Err(Fault::new(FaultKind::WorldMismatch, text));
         }
@@ -162,6 +164,8 @@ impl Family {
             let text = format!("{name} is {local_world_size} in a job of {world_size} ranks");
             return Err(Fault::new(FaultKind::WorldMismatch, text));
         }
+        // A rank beyond those that the job starts with is one more on its host.
+        let local_world_size = if rank >= world_size { local_world_size.max(local_rank + 1) } else { local_world_size };
         if local_rank >= local_world_size {
             let text = format!("{} is {local_rank} with {local_world_size} ranks on this host", self.local_rank);
             return Err(Fault::new(FaultKind::WorldMismatch, text));

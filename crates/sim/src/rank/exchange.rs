@@ -358,7 +358,7 @@ impl Exchange {
                 | Event::Entered
                 | Event::Synced
                 | Event::Again { .. }
-                | Event::Aborted(_)
+                | Event::Aborted { .. }
                 | Event::Committed { .. } => unreachable!("members do not change: {event:?}"),
             }
         }

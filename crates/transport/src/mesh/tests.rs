@@ -34,7 +34,7 @@ fn first(endpoints: &[Endpoint]) -> Vec<MeshMember> {
     let member = |(rank, endpoint): (u32, &Endpoint)| MeshMember {
         rank: Rank(rank),
         endpoint: endpoint.clone(),
-        settled: false,
+        came: Ordering::Equal,
     };
     (0..).zip(endpoints).map(member).collect()
 }
@@ -339,10 +339,13 @@ fn a_newcomer_dials_everybody_and_is_let_in_at_the_door() {
         let newcomer = bind();
         let endpoints: Vec<_> = listeners.iter().map(|listeners| listeners.endpoint().clone()).collect();
         let member =
-            |rank, endpoint: &Endpoint, settled| MeshMember { rank: Rank(rank), endpoint: endpoint.clone(), settled };
-        let old = [member(0, &endpoints[0], false), member(2, &endpoints[1], false)];
-        let all =
-            vec![member(0, &endpoints[0], true), member(1, newcomer.endpoint(), false), member(2, &endpoints[1], true)];
+            |rank, endpoint: &Endpoint, came| MeshMember { rank: Rank(rank), endpoint: endpoint.clone(), came };
+        let old = [member(0, &endpoints[0], Ordering::Equal), member(2, &endpoints[1], Ordering::Equal)];
+        let all = vec![
+            member(0, &endpoints[0], Ordering::Less),
+            member(1, newcomer.endpoint(), Ordering::Equal),
+            member(2, &endpoints[1], Ordering::Less),
+        ];
         let config = |rank, epoch, members: &[MeshMember]| MeshConfig {
             hello: HelloParams { epoch: Epoch(epoch), ..hello(rank, 3) },
             members: members.to_vec(),
@@ -387,7 +390,7 @@ fn a_newcomer_dials_everybody_and_is_let_in_at_the_door() {
 fn state_is_asked_for_at_the_door_whatever_the_epoch() {
     let (member, newcomer) = (bind(), bind());
     let ours = member.endpoint().clone();
-    let alone = vec![MeshMember { rank: Rank(0), endpoint: ours.clone(), settled: false }];
+    let alone = vec![MeshMember { rank: Rank(0), endpoint: ours.clone(), came: Ordering::Equal }];
     let config = MeshConfig { hello: hello(0, 3), members: alone, choice: Choice::Shm, deadline: PATIENCE };
     let (_links, mut door) = member.connect(config, &mut never).expect("nobody is missing");
     thread::scope(|scope| {

@@ -1,0 +1,96 @@
+//! Answers one newcomer's questions.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gradwire_proto::frame::{FrameHeader, FrameKind, JobTag, Location};
+use gradwire_proto::transfer::{Ask, Given, No, Reason};
+use gradwire_proto::{BucketId, RegionKey, UnitIndex};
+use gradwire_transport::establish::StateStream;
+
+use super::holder::{Asker, Holder, Made};
+use super::stream::FrameStream;
+
+/// A newcomer that takes nothing, or asks nothing, for so long is given up.
+const IDLE_MAX: Duration = Duration::from_secs(30);
+/// How often a newcomer that waits is told that it has to.
+const WAIT_EVERY: Duration = Duration::from_millis(500);
+
+/// Serves until the newcomer ends the stream, or is given up.
+pub(super) fn serve(stream: StateStream, job: JobTag, holder: &Arc<Holder>, asker: Asker) {
+    let mut server = Server { stream: FrameStream::new(stream, job), holder, asker };
+    let ended = server.stream.stream.set_timeout(IDLE_MAX).and_then(|()| server.run());
+    holder.release(asker);
+    if let Err(error) = ended
+        && error.kind() != io::ErrorKind::UnexpectedEof
+    {
+        tracing::info!(%error, "a newcomer that asked for the state is not served any more");
+    }
+}
+
+struct Server<'a> {
+    stream: FrameStream,
+    holder: &'a Arc<Holder>,
+    asker: Asker,
+}
+
+impl Server<'_> {
+    fn run(&mut self) -> io::Result<()> {
+        loop {
+            match self.stream.read_ask()? {
+                Ask::Outline => self.stream.give(Given::Outline, &self.holder.outline().encode())?,
+                Ask::Snapshot { commits, seat, holders } => self.snapshot(commits, seat, holders)?,
+                Ask::Piece(piece) => match self.holder.piece(self.asker, piece) {
+                    Ok(bytes) => self.stream.give(Given::Piece, &bytes)?,
+                    Err(no) => self.refuse(&no)?,
+                },
+                Ask::Results(commits) => self.results(commits)?,
+            }
+        }
+    }
+
+    fn refuse(&mut self, no: &No) -> io::Result<()> {
+        self.stream.give(Given::No, &no.encode())
+    }
+
+    fn snapshot(&mut self, commits: u64, seat: u32, holders: u32) -> io::Result<()> {
+        if let Err(no) = self.holder.wish(self.asker, commits, seat, holders) {
+            return self.refuse(&no);
+        }
+        loop {
+            match self.holder.snapshot(self.asker, WAIT_EVERY) {
+                Ok(Some(snapshot)) => return self.stream.give(Given::Snapshot, &snapshot.encode()),
+                Ok(None) => self.stream.give(Given::Wait, &[])?,
+                Err(no) => return self.refuse(&no),
+            }
+        }
+    }
+
+    fn results(&mut self, commits: u64) -> io::Result<()> {
+        let (results, made) = match self.holder.results(self.asker, commits) {
+            Ok(found) => found,
+            Err(no) => return self.refuse(&no),
+        };
+        self.stream.give(Given::Results, &results.encode())?;
+        for Made { tensor, at, elements, wire, bytes } in made {
+            let mut header = FrameHeader::new(FrameKind::Give, results.epoch);
+            header.bucket = BucketId(Given::Update as u32);
+            (header.unit_first, header.unit_count) = (UnitIndex(tensor.0), elements);
+            header.dtype = Some(wire);
+            header.location = Location { region: RegionKey(0), offset: at };
+            self.stream.send(header, &bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a newcomer hears when too many ask at once.
+pub(super) fn turn_away(stream: StateStream, job: JobTag) {
+    let mut stream = FrameStream::new(stream, job);
+    let no = No { reason: Reason::Busy, commits: 0, detail: "many ranks are joining".to_owned() };
+    let said = stream.stream.set_timeout(Duration::from_secs(1)).and_then(|()| stream.give(Given::No, &no.encode()));
+    if let Err(error) = said {
+        tracing::debug!(%error, "a newcomer that was turned away did not hear why");
+    }
+}

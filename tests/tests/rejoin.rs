@@ -1,0 +1,123 @@
+//! Ranks that join while others train: they come to the same bits, and the others do not wait for them.
+
+use std::collections::BTreeMap;
+
+use gradwire_tests::{Ended, Job, Plan};
+use rustix::process::{Pid, Signal, kill_process};
+
+const STEPS: usize = 150;
+
+fn plan(ranks: u32, transport: &str) -> Plan {
+    Plan::new(ranks, transport)
+        .with("GRADWIRE_RECOVERY", "redo")
+        .with("GRADWIRE_RANKS_MAX", 8)
+        .with("GRADWIRE_DEADLINE_MS", 30_000)
+        .with("GRADWIRE_COMMIT_INTERVAL_MS", 0)
+}
+
+fn start(plan: &Plan) -> Job {
+    Job::start((0..plan.world_size).map(|rank| command(plan, rank)))
+}
+
+fn command(plan: &Plan, rank: u32) -> std::process::Command {
+    plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "10", "3000"])
+}
+
+fn kill(job: &Job, rank: usize) {
+    let pid = Pid::from_raw(job.pid(rank).cast_signed()).expect("a process");
+    kill_process(pid, Signal::KILL).expect("it is there");
+}
+
+/// By step: who contributed, and what the state was afterwards.
+fn steps(ended: &Ended) -> BTreeMap<usize, (String, String)> {
+    let step = |line: &String| {
+        let mut words = line.strip_prefix("step ").or_else(|| line.strip_prefix("applied "))?.split(' ');
+        let step = words.next()?.parse().ok()?;
+        Some((step, (words.nth(1)?.to_owned(), words.nth(1)?.to_owned())))
+    };
+    ended.lines.iter().filter_map(step).collect()
+}
+
+/// Asserts that these processes are through, and that no process had another state after any step.
+fn assert_same(ended: &[Ended], through: &[usize]) -> BTreeMap<usize, (String, String)> {
+    let mut all = BTreeMap::new();
+    for (process, one) in ended.iter().enumerate() {
+        for (step, made) in steps(one) {
+            let known = all.entry(step).or_insert_with(|| made.clone());
+            assert_eq!(*known, made, "process {process} has another step {step}: {ended:#?}");
+        }
+    }
+    for process in through {
+        assert_eq!(ended[*process].verdict(), format!("ok {STEPS} steps"), "process {process}: {ended:#?}");
+    }
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), (0..STEPS).collect::<Vec<_>>());
+    all
+}
+
+#[test]
+fn a_rank_that_was_killed_comes_back_with_the_state_and_takes_part() {
+    for transport in ["tcp", "shm"] {
+        let plan = plan(3, transport);
+        let mut job = start(&plan);
+        job.wait_for_line(0, "step 10 ");
+        kill(&job, 1);
+        job.wait_for_line(0, "step 20 ");
+        let back = job.add(command(&plan, 1));
+        let ended = job.wait();
+        let all = assert_same(&ended, &[0, 2, back]);
+        assert_eq!(all[&0].0, "0,1,2");
+        assert!(all.values().any(|(by, _)| by == "0,2"), "{all:?}");
+        assert_eq!(all[&(STEPS - 1)].0, "0,1,2", "{ended:#?}");
+    }
+}
+
+#[test]
+fn a_job_grows_by_ranks_that_it_did_not_start_with() {
+    let plan = plan(2, "auto");
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 5 ");
+    let new = [job.add(command(&plan, 4)), job.add(command(&plan, 2))];
+    let ended = job.wait();
+    let all = assert_same(&ended, &[0, 1, new[0], new[1]]);
+    assert_eq!(all[&(STEPS - 1)].0, "0,1,2,4", "{ended:#?}");
+}
+
+#[test]
+fn below_the_minimum_a_job_waits_for_newcomers_and_goes_on() {
+    let plan = plan(2, "tcp").with("GRADWIRE_RANKS_MIN", 2);
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 10 ");
+    kill(&job, 1);
+    let back = job.add(command(&plan, 1));
+    let ended = job.wait();
+    let all = assert_same(&ended, &[0, back]);
+    assert!(all.values().all(|(by, _)| by == "0,1"), "{all:?}");
+}
+
+#[test]
+fn a_newcomer_of_another_model_is_refused_and_nobody_is_disturbed() {
+    let plan = plan(2, "auto");
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 5 ");
+    let mut other = command(&plan, 2);
+    other.env("E2E_WIDER", "1");
+    let other = job.add(other);
+    let ended = job.wait();
+    let said = ended[other].verdict();
+    assert!(said.starts_with("fault ShapeMismatch") && said.contains("another model"), "{said}");
+    let all = assert_same(&ended, &[0, 1]);
+    assert!(all.values().all(|(by, _)| by == "0,1"), "{all:?}");
+}
+
+#[test]
+fn a_member_that_is_lost_while_another_rank_joins_delays_that_rank_only() {
+    let plan = plan(4, "tcp");
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 10 ");
+    kill(&job, 3);
+    let back = job.add(command(&plan, 3));
+    job.wait_for_line(0, "step 14 ");
+    kill(&job, 1);
+    let ended = job.wait();
+    assert_same(&ended, &[0, 2, back]);
+}
