@@ -18,7 +18,7 @@ use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
 use gradwire_transport::establish::Arrival;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::engine::{Engine, Submission};
+use crate::engine::{Aborts, Engine, Submission};
 use crate::transfer::DoorBell;
 
 /// Operations that can be handed over before the engine takes them up.
@@ -78,6 +78,8 @@ pub(crate) struct Driver {
     /// Links that newcomers opened; and what lets them in.
     arrivals: ArrayQueue<Arrival>,
     bell: std::sync::OnceLock<DoorBell>,
+    /// What the caller has heard of.
+    pub(crate) aborts: Arc<Aborts>,
     /// This driver, for those who answer later.
     me: Weak<Self>,
     spin: Duration,
@@ -106,6 +108,7 @@ impl Driver {
             arrivals: ArrayQueue::new(ARRIVALS_MAX),
             bell: std::sync::OnceLock::new(),
             me: me.clone(),
+            aborts: engine.aborts(),
             engine: ArrayQueue::new(1),
             submissions: ArrayQueue::new(SUBMISSIONS_MAX),
             faults: ArrayQueue::new(16),

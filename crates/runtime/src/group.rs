@@ -259,7 +259,8 @@ impl Group {
             return refuse(FaultKind::TensorBusy, detail, input.into_iter().chain([output]).collect());
         }
         let deadline = Some(self.identity.deadline);
-        let submission = Submission { tensor: shared.id, input, output, deadline, urgent };
+        let heard = self.driver.aborts.heard();
+        let submission = Submission { tensor: shared.id, input, output, deadline, urgent, heard };
         self.driver.submit(submission, !urgent);
         Ok(Handle::new(Arc::clone(shared), Arc::clone(&self.driver)))
     }
@@ -318,9 +319,7 @@ impl Group {
         let Committed { made, replaced, rejected } = if self.identity.recovery == Recovery::Fail {
             self.driver.with_engine(|engine| engine.commit())
         } else {
-            self.driver.with_engine(|engine| engine.begin_commit(self.identity.deadline))?;
-            self.driver.drive_to(None, |engine| !engine.is_committing());
-            self.driver.with_engine(|engine| engine.take_commit())?
+            self.commit_with_all().inspect_err(|fault| self.driver.aborts.tell(fault))?
         };
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let Made { epoch, contributors, crcs } = made;
@@ -337,6 +336,14 @@ impl Group {
             .map(|(id, output, outcome)| Replaced { tensor: tensor(id), output, outcome })
             .collect();
         Ok(Commit { version: Version { epoch, step }, contributors, replaced })
+    }
+
+    /// Waits until every rank has all results of the step.
+    fn commit_with_all(&self) -> Result<Committed, Fault> {
+        let heard = self.driver.aborts.heard();
+        self.driver.with_engine(|engine| engine.begin_commit(self.identity.deadline, heard))?;
+        self.driver.drive_to(None, |engine| !engine.is_committing());
+        self.driver.with_engine(|engine| engine.take_commit())
     }
 
     /// Offers the trainer's state to processes that join the running job ([`Builder::join`](crate::Builder::join)): call it

@@ -194,6 +194,9 @@ impl Handle {
             let fault = Fault::new(FaultKind::Closed, "the group was closed").tensor(tensor.name.clone());
             result = Some(Err(OpError { fault, buffers: Vec::new() }));
         }
+        if let Some(Err(error)) = &result {
+            self.driver.aborts.tell(&error.fault);
+        }
         self.taken = result.is_some();
         result
     }

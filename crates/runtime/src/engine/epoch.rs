@@ -4,6 +4,8 @@
 //! is in another buffer of the tensor's pool. Nothing is copied for it.
 
 use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::membership::{RecordId, View};
@@ -28,8 +30,9 @@ pub(super) struct Epochs {
     /// Results of this step that replace others which callers have.
     pub(super) replaced: Vec<(TensorId, Buffer, Outcome)>,
     commit: Commit,
-    /// The step was aborted while the caller had nothing in flight that would say so: what it does next does.
-    pub(super) owed: Option<Fault>,
+    /// Steps that were aborted; and why the last one was.
+    pub(super) aborts: Arc<Aborts>,
+    aborted: Option<Fault>,
     /// The processes that are members now.
     processes: Vec<(Rank, RecordId)>,
     /// The view that is to be entered, and since when this rank knows it.
@@ -44,6 +47,28 @@ enum Commit {
     None,
     Begun,
     Ended(Result<Committed, Fault>),
+}
+
+/// Steps that were aborted, and those of them that the caller has heard of. What it does before it has belongs to a step
+/// that is no more: it is refused, for the caller to repeat the step from its beginning.
+#[derive(Debug, Default)]
+pub(crate) struct Aborts {
+    made: AtomicU64,
+    heard: AtomicU64,
+}
+
+impl Aborts {
+    /// How many the caller has heard of.
+    pub(crate) fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Acquire)
+    }
+
+    /// The caller gets this error.
+    pub(crate) fn tell(&self, fault: &Fault) {
+        if fault.kind == FaultKind::StepAborted {
+            self.heard.store(self.made.load(Ordering::Acquire), Ordering::Release);
+        }
+    }
 }
 
 /// What a step was made of, as far as this rank reduced it.
@@ -67,6 +92,11 @@ pub(crate) struct Committed {
 impl Epochs {
     pub(super) fn new(processes: Vec<(Rank, RecordId)>) -> Self {
         Self { processes, ..Self::default() }
+    }
+
+    /// The abort of a step, if a caller that has heard of so many has not heard of it.
+    pub(super) fn unheard(&self, heard: u64) -> Option<Fault> {
+        self.aborted.clone().filter(|_| heard < self.aborts.made.load(Ordering::Acquire))
     }
 
     /// The job failed.
@@ -255,9 +285,9 @@ impl Engine {
 
     /// The step begins anew: what was in flight ends with the reason.
     pub(super) fn abort_step(&mut self, fault: &Fault, begun: bool) {
-        let told = self.is_committing() || self.slots.iter().any(|slot| slot.output.is_some());
-        if begun && !told {
-            self.epochs.owed = Some(fault.clone());
+        if begun {
+            self.epochs.aborts.made.fetch_add(1, Ordering::AcqRel);
+            self.epochs.aborted = Some(fault.clone());
         }
         self.finishing.clear();
         self.epochs.replaced.clear();
@@ -275,8 +305,8 @@ impl Engine {
     }
 
     /// Begins to commit the step. It is over when [`Engine::is_committing`] is not.
-    pub(crate) fn begin_commit(&mut self, deadline: Duration) -> Result<(), Fault> {
-        if let Some(fault) = self.epochs.owed.take() {
+    pub(crate) fn begin_commit(&mut self, deadline: Duration, heard: u64) -> Result<(), Fault> {
+        if let Some(fault) = self.epochs.unheard(heard) {
             return Err(fault);
         }
         let now = self.now();

@@ -31,7 +31,7 @@ use crate::retained::Retained;
 use crate::transfer::Holder;
 use crate::types::{Completed, Integrity, OpError, Outcome, Stats};
 use epoch::Epochs;
-pub(crate) use epoch::{Committed, Made};
+pub(crate) use epoch::{Aborts, Committed, Made};
 use memory::Memory;
 use receive::Receiver;
 use transmit::Scratch;
@@ -46,6 +46,8 @@ pub(crate) struct Submission {
     pub(crate) deadline: Option<Duration>,
     /// The caller waits for it right away: its bucket need not wait for others.
     pub(crate) urgent: bool,
+    /// How many aborted steps the caller has heard of.
+    pub(crate) heard: u64,
 }
 
 /// One tensor's buffers while an operation is in flight.
@@ -183,6 +185,10 @@ impl Engine {
         self.session.is_alone()
     }
 
+    pub(crate) fn aborts(&self) -> Arc<Aborts> {
+        Arc::clone(&self.epochs.aborts)
+    }
+
     /// How many operations have ended so far, well or badly.
     pub(crate) const fn ended(&self) -> u64 {
         self.ended
@@ -228,8 +234,8 @@ impl Engine {
 
     /// Starts an operation, or ends it at once with an error.
     pub(crate) fn submit(&mut self, submission: Submission) {
-        let Submission { tensor, input, output, deadline, urgent } = submission;
-        if let Some(fault) = self.epochs.owed.take() {
+        let Submission { tensor, input, output, deadline, urgent, heard } = submission;
+        if let Some(fault) = self.epochs.unheard(heard) {
             return self.reject(tensor, fault, input, output);
         }
         let (input, output) = match self.result_apart(tensor, input.as_ref()) {
