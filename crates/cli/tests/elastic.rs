@@ -89,15 +89,18 @@ fn a_rank_that_fails_is_started_again_with_the_same_place() {
     let words: Vec<_> = summary.lines().map(|line| line.split_once(" s: ").unwrap().1).collect();
     let expected = [
         "rank 1 on localhost exited with code 3",
-        "rank 1 was started again on localhost, restart 1",
+        "rank 1 was started again on localhost (GRADWIRE_RESTART=1)",
         "rank 1 on localhost exited with code 3",
-        "rank 1 was started again on localhost, restart 2",
+        "rank 1 was started again on localhost (GRADWIRE_RESTART=2)",
     ];
     assert_eq!(words, expected);
     let lost = "lost exited with code 3";
     let ended = "ended exited with code 0";
     assert_eq!(place.events_of(0), ["started", ended]);
-    assert_eq!(place.events_of(1), ["started", lost, "restarted restart 1", lost, "restarted restart 2", ended]);
+    assert_eq!(
+        place.events_of(1),
+        ["started", lost, "restarted GRADWIRE_RESTART=1", lost, "restarted GRADWIRE_RESTART=2", ended]
+    );
     assert!(place.events().is_sorted_by_key(|event| event["ms"].as_u64().unwrap()));
     assert!(place.events().iter().all(|event| event["host"] == "localhost"));
 }
@@ -156,6 +159,10 @@ fn slots_are_added_and_taken_away_through_the_file() {
     launcher.await_line("up");
     place.hosts("localhost\n");
     launcher.await_line("told 1");
+    // Nobody said under which address others could reach the broker.
+    place.hosts("localhost\nnodea\n");
+    launcher.await_error("nodea is not added");
+    launcher.await_error("--address IP");
     // What is not a list of hosts changes nothing, and is said once.
     place.hosts("localhost\n127.0.0.1:x\n");
     launcher.await_error("line 2");

@@ -71,7 +71,7 @@ pub(crate) struct LaunchArgs {
     /// As many as are started if not given.
     #[arg(long, value_name = "RANKS")]
     max_ranks: Option<u32>,
-    /// With --min-ranks: start ranks that fail again, so many times in all. Each start counts, of whichever rank: a host
+    /// With --min-ranks: start ranks that failed once more, at most so many times in all. Each start counts, of whichever rank: a host
     /// that is lost with 4 ranks costs 4. The rank has the same environment, and in GRADWIRE_RESTART how often it was started
     /// before. Between a failure and the restart is a pause of 0.1 s, doubled with each failure of that rank, at most
     /// 10 s; it begins anew when the rank has run for 60 s. Ranks of a host that is lost go to other hosts with free slots,

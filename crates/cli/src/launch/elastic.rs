@@ -81,7 +81,7 @@ impl Driver {
         let (event, reason) = match self.ranks.starts(rank) {
             _ if self.added.remove(&rank) => (Happening::Added, None),
             1 => (Happening::Started, None),
-            starts => (Happening::Restarted, Some(format!("restart {}", starts - 1))),
+            starts => (Happening::Restarted, Some(format!("GRADWIRE_RESTART={}", starts - 1))),
         };
         let host = self.sites[spot.site].host.name.clone();
         self.journal.note(event, rank, &host, reason);
@@ -110,9 +110,9 @@ impl Driver {
             let (count, most) = self.ranks.restarts();
             let seconds = pause.as_secs_f64();
             say(&format!(
-                "rank {rank} on {host} {reason}: starting it again in {seconds} s (restart {count} of {most})"
+                "rank {rank} on {host} {reason}: starting it again in {seconds} s ({count} of {most} restarts)"
             ));
-        } else if self.can_go_on() {
+        } else if self.can_go_on() && !self.stopping {
             say(&format!("rank {rank} on {host} {reason}: the others go on without it"));
         }
         self.journal.note(Happening::Lost, rank, host, Some(reason));
@@ -128,7 +128,7 @@ impl Driver {
         if self.can_go_on() || self.stopping {
             return;
         }
-        if let Some(least) = self.ranks_min {
+        if let Some(least) = self.ranks_min.filter(|_| !self.closed) {
             let left = match self.ranks.left() {
                 0 => "no rank is left".to_owned(),
                 1 => "1 rank is left".to_owned(),

@@ -48,7 +48,7 @@ impl fmt::Display for Entry {
         match event {
             Happening::Started => write!(f, "rank {rank} was started on {host}"),
             Happening::Lost | Happening::Ended => write!(f, "rank {rank} on {host} {reason}"),
-            Happening::Restarted => write!(f, "rank {rank} was started again on {host}, {reason}"),
+            Happening::Restarted => write!(f, "rank {rank} was started again on {host} ({reason})"),
             Happening::Added => write!(f, "rank {rank} was added on {host}"),
             Happening::Removed => write!(f, "rank {rank} on {host} was told to end: {reason}"),
         }

@@ -145,12 +145,6 @@ impl fmt::Display for Report {
         if let Some(grace) = self.overdue {
             write!(f, ", and those that had not ended after {} s were killed", grace.as_secs_f64())?;
         }
-        for (at, entry) in self.history.iter().enumerate() {
-            write!(f, "\n  {entry}")?;
-            if self.failure.is_none() && self.interrupted.is_none() && self.is_for_good(at) {
-                write!(f, ", and the others went on without it")?;
-            }
-        }
         if let Some(Failure::Rank { rank, .. }) = &self.failure {
             if self.last_lines.is_empty() {
                 write!(f, "\n  it wrote nothing")?;
@@ -159,6 +153,12 @@ impl fmt::Display for Report {
                 for line in &self.last_lines {
                     write!(f, "\n    [{rank}] {}", String::from_utf8_lossy(line))?;
                 }
+            }
+        }
+        for (at, entry) in self.history.iter().enumerate() {
+            write!(f, "\n  {entry}")?;
+            if self.failure.is_none() && self.interrupted.is_none() && self.is_for_good(at) {
+                write!(f, ", and the others went on without it")?;
             }
         }
         if self.failure.is_some() {
@@ -265,7 +265,7 @@ mod tests {
         let mut report = Report { history, ..Report::default() };
         let text = report.to_string();
         let expected = "all other ranks ended well\n  after 1.2 s: rank 2 on a broke\n  after 1.2 s: rank 2 was started \
-                        again on a, broke\n  after 1.2 s: rank 1 on a broke, and the others went on without it";
+                        again on a (broke)\n  after 1.2 s: rank 1 on a broke, and the others went on without it";
         assert_eq!(text, expected);
         report.failure = failed(End::Code(3)).failure;
         report.too_few = Some("1 rank is left".to_owned());
