@@ -84,5 +84,5 @@ fn version_and_help_are_there() {
     assert_eq!(String::from_utf8(version.stdout).unwrap().trim(), format!("gradwire {}", env!("CARGO_PKG_VERSION")));
     let help = gradwire().args(["launch", "--help"]).output().unwrap();
     let help = String::from_utf8(help.stdout).unwrap();
-    assert!(help.contains("Examples:") && help.contains("MASTER_PORT"), "{help}");
+    assert!(help.contains("Examples:") && help.contains("MASTER_PORT") && help.contains("Exit code:"), "{help}");
 }

@@ -226,7 +226,7 @@ fn an_interrupt_that_ends_the_ranks_is_no_rank_s_fault() {
 #[test]
 fn a_second_interrupt_kills() {
     let launcher =
-        Launcher::start(&["-n", "2"], "trap 'echo once' INT; trap '' TERM; echo up; while :; do sleep 0.05; done");
+        Launcher::start(&["-n", "2"], "trap '' INT; trap 'echo once' TERM; echo up; while :; do sleep 0.05; done");
     launcher.await_line("up");
     launcher.await_line("up");
     launcher.signal(Signal::INT);
@@ -297,6 +297,9 @@ fn with_enough_ranks_left_the_others_go_on() {
     let outcome = Launcher::start(&["-n", "3", "--min-ranks", "2"], script).finish();
     assert_eq!(outcome.code(), Some(4), "{}", outcome.stderr);
     assert!(outcome.stderr.contains("then ended by gradwire: rank 0"), "{}", outcome.stderr);
+    let summary = outcome.stderr.rsplit_once("\ngradwire: ").unwrap().1;
+    assert!(summary.contains("exited with code 4: 1 rank is left, and --min-ranks asks for 2\n"), "{summary}");
+    assert!(!summary.contains("went on"), "{summary}");
 
     let refused = Launcher::start(&["-n", "3", "--min-ranks", "4"], "exit 0").finish();
     assert_eq!(refused.code(), Some(2), "{}", refused.stderr);

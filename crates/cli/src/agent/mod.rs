@@ -12,7 +12,7 @@ pub(crate) mod processes;
 mod ranks;
 pub(crate) mod wire;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener};
@@ -42,16 +42,25 @@ const TICK: Duration = Duration::from_millis(20);
 /// Arguments of `gradwire __agent`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct AgentArgs {
-    /// Only end what is left of the job with this instance.
+    /// End what is left of the job with this instance.
     #[arg(long)]
     sweep: Option<String>,
+    /// Only what the agent of this number started, and then serve in its place; may be repeated.
+    #[arg(long, requires = "sweep")]
+    in_place_of: Vec<usize>,
 }
 
-/// Serves one launcher, over standard input and output, until its ranks have ended.
+/// Serves one launcher, over standard input and output, until it wants no more ranks and those that it had have ended.
 pub(crate) fn run(args: &AgentArgs) -> ExitCode {
     if let Some(instance) = &args.sweep {
-        processes::sweep(instance);
-        return ExitCode::SUCCESS;
+        let instance = format!("GRADWIRE_INSTANCE={instance}");
+        if args.in_place_of.is_empty() {
+            processes::sweep(&[instance]);
+            return ExitCode::SUCCESS;
+        }
+        for agent in &args.in_place_of {
+            processes::sweep(&[instance.clone(), format!("GRADWIRE_AGENT={agent}")]);
+        }
     }
     match Agent::new().and_then(|mut agent| agent.serve()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,7 +73,7 @@ pub(crate) fn run(args: &AgentArgs) -> ExitCode {
 
 /// How far the end of the job is.
 enum Phase {
-    /// Ranks run, or none was started yet.
+    /// Ranks run, or will be started.
     Running,
     /// All ranks have exited well; something they started still lives.
     Leftovers { stop_at: Instant },
@@ -85,9 +94,14 @@ struct Agent {
     /// Statuses that were taken before the rank's own descriptor came up.
     statuses: HashMap<i32, End>,
     phase: Phase,
-    started: bool,
+    /// Whether no more ranks will be started.
+    closed: bool,
     paused: bool,
     launcher_gone: bool,
+    /// The variable that tells this job from others, once a rank was started.
+    instance: Option<String>,
+    /// The ranks that were ever started here.
+    known: HashSet<u32>,
     leftovers: u32,
     drain_until: Option<Instant>,
 }
@@ -113,9 +127,11 @@ impl Agent {
             ranks: Vec::new(),
             statuses: HashMap::new(),
             phase: Phase::Running,
-            started: false,
+            closed: false,
             paused: false,
             launcher_gone: false,
+            instance: None,
+            known: HashSet::new(),
             leftovers: 0,
             drain_until: None,
         };
@@ -169,6 +185,7 @@ impl Agent {
             }
             Some(Source::Terminations) => {
                 drain(&mut self.terminations);
+                self.report(&Report::Ending);
                 self.stop(STOP_GRACE);
             }
             Some(Source::Exit(index)) => self.rank_ended(index),
@@ -192,36 +209,76 @@ impl Agent {
                 Err(error) => Err(error),
             };
             match command {
-                Ok(Command::Start(plan)) if !self.started => self.start(&plan),
-                Ok(Command::Signal { number }) => self.pass_on(number),
+                Ok(Command::Start(plan)) => self.start(&plan),
+                Ok(Command::Close) => self.closed = true,
+                Ok(Command::Signal { number, ranks }) => self.pass_on(number, ranks.as_deref()),
                 Ok(Command::Stop { grace_ms }) => self.stop(Duration::from_millis(grace_ms)),
                 Ok(Command::Pause) => self.pause(true),
                 Ok(Command::Resume) => self.pause(false),
-                Ok(Command::Start(_)) | Err(_) => return self.lose_launcher(),
+                Err(_) => return self.lose_launcher(),
             }
         }
     }
 
-    /// Starts every rank, or, when one cannot be started, says so and ends the others.
+    /// Starts ranks, and says of each whether it runs.
     fn start(&mut self, plan: &Plan) {
-        self.started = true;
         for (rank, variables) in &plan.ranks {
-            let started = RankProcess::start(plan, *rank, variables).and_then(|process| {
-                self.ranks.push(process);
-                self.ranks.last().map_or(Ok(()), |process| process.watch(&self.epoll, self.ranks.len() - 1))
+            let (rank, detail) = (*rank, self.start_rank(plan, *rank, variables).err());
+            self.report(&match detail {
+                None => Report::Started { rank },
+                Some(error) => Report::NotStarted { rank, detail: error.to_string() },
             });
-            if let Err(error) = started {
-                self.report(&Report::NotStarted { rank: *rank, detail: error.to_string() });
-                return self.stop(STOP_GRACE);
-            }
         }
-        self.report(&Report::Started);
     }
 
-    fn pass_on(&self, number: i32) {
+    fn start_rank(&mut self, plan: &Plan, rank: u32, variables: &[(String, String)]) -> io::Result<()> {
+        if self.closed {
+            return Err(io::Error::other("the agent there is about to end"));
+        }
+        if self.instance.is_none() {
+            let pair = |(name, value): &(Vec<u8>, Vec<u8>)| [name, b"=".as_slice(), value].concat();
+            let instance = plan.variables.iter().rfind(|(name, _)| name == b"GRADWIRE_INSTANCE").map(pair);
+            self.instance = instance.and_then(|text| String::from_utf8(text).ok());
+        }
+        if !self.known.insert(rank) {
+            self.end_what_it_started(rank);
+        }
+        let mut process = RankProcess::start(plan, rank, variables)?;
+        // What is over makes room: a rank that fails again and again must not fill the table, nor use up descriptors.
+        let index = self.ranks.iter().position(RankProcess::is_over).unwrap_or(self.ranks.len());
+        let watched = process.watch_exit(&self.epoll, index);
+        if watched.is_err() {
+            // Its end would not be seen.
+            let _ = kill_process_group(process.pid, Signal::KILL);
+            process.end = Some(End::Unknown);
+        }
+        process.watch_output(&self.epoll, index, !self.paused);
+        if index == self.ranks.len() {
+            self.ranks.push(process);
+        } else {
+            self.ranks[index] = process;
+        }
+        watched
+    }
+
+    /// Kills what an earlier process of this rank left behind: it may hold ports, memory and files of the next one.
+    fn end_what_it_started(&self, rank: u32) {
+        // The instance too: a rank may itself have launched a job, which has ranks of its own.
+        let Some(instance) = &self.instance else { return };
+        let own = std::process::id().cast_signed();
+        let left = processes::descendants_with(own, &[instance.clone(), format!("RANK={rank}")]);
+        processes::signal_all(&left, Signal::KILL);
+    }
+
+    fn pass_on(&self, number: i32, only: Option<&[u32]>) {
         let Some(signal) = Signal::from_named_raw(number) else { return };
-        for process in self.ranks.iter().filter(|process| process.end.is_none()) {
-            let _ = kill_process_group(process.pid, signal);
+        for process in self.ranks.iter().filter(|process| only.is_none_or(|only| only.contains(&process.rank))) {
+            if process.end.is_none() {
+                let _ = kill_process_group(process.pid, signal);
+            }
+            if signal == Signal::KILL {
+                self.end_what_it_started(process.rank);
+            }
         }
     }
 
@@ -229,7 +286,7 @@ impl Agent {
     fn stop(&mut self, grace: Duration) {
         // Whoever holds output back must not hold the end back.
         self.pause(false);
-        self.started = true;
+        self.closed = true;
         let at = Instant::now() + grace;
         match &mut self.phase {
             Phase::Running | Phase::Leftovers { .. } => {
@@ -316,7 +373,7 @@ impl Agent {
     fn advance(&mut self) {
         let now = Instant::now();
         let own = std::process::id().cast_signed();
-        let ended_well = matches!(self.phase, Phase::Running) && self.started && self.all_ended();
+        let ended_well = matches!(self.phase, Phase::Running) && self.closed && self.all_ended();
         let left_behind = ended_well && self.reap();
         match self.phase {
             Phase::Running if left_behind => self.phase = Phase::Leftovers { stop_at: now + LEFTOVER_GRACE },
@@ -341,7 +398,7 @@ impl Agent {
         {
             return true;
         }
-        if !self.started || !self.all_ended() || self.reap() {
+        if !self.closed || !self.all_ended() || self.reap() {
             return false;
         }
         if self.ranks.iter().all(RankProcess::output_ended) {
@@ -355,7 +412,7 @@ impl Agent {
     }
 
     fn timeout(&self) -> Option<Duration> {
-        let waiting_for_the_end = self.started && self.all_ended() && !self.paused;
+        let waiting_for_the_end = self.closed && self.all_ended() && !self.paused;
         match self.phase {
             Phase::Running if !waiting_for_the_end => None,
             Phase::Stopping { kill_at } if !waiting_for_the_end => {

@@ -11,16 +11,16 @@ const SWEEP_TIME_MAX: Duration = Duration::from_secs(2);
 /// Between two looks at /proc.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Sends SIGKILL to every process of this user that belongs to the job with this instance: what is left when an agent
-/// was killed, wherever it has moved in the tree of processes. Returns how many it found. Ends within 2 s.
-pub(crate) fn sweep(instance_hex: &str) -> u32 {
-    let variable = format!("GRADWIRE_INSTANCE={instance_hex}");
+/// Sends SIGKILL to every process of this user that has all these variables (`NAME=VALUE`) in its environment: what is
+/// left when an agent was killed, wherever it has moved in the tree of processes. Returns how many it found. Ends within
+/// 2 s.
+pub(crate) fn sweep(variables: &[String]) -> u32 {
     let own = std::process::id().cast_signed();
     let deadline = Instant::now() + SWEEP_TIME_MAX;
     let mut found = HashSet::new();
     loop {
         let alive: Vec<i32> = living()
-            .filter(|process| process.pid != own && has_variable(process.pid, variable.as_bytes()))
+            .filter(|process| process.pid != own && has_variables(process.pid, variables))
             .map(|process| process.pid)
             .collect();
         if alive.is_empty() || Instant::now() >= deadline {
@@ -49,6 +49,11 @@ pub(crate) fn descendants(ancestor: i32) -> Vec<i32> {
         }
     }
     found
+}
+
+/// The living descendants of a process that have all these variables in their environment.
+pub(crate) fn descendants_with(ancestor: i32, variables: &[String]) -> Vec<i32> {
+    descendants(ancestor).into_iter().filter(|pid| has_variables(*pid, variables)).collect()
 }
 
 /// Sends a signal to each of these processes; those that are gone are passed over.
@@ -84,9 +89,10 @@ fn parse_stat(stat: &[u8]) -> Option<(bool, i32)> {
     Some((!matches!(state, "Z" | "X") || threads > 1, fields.get(1)?.parse().ok()?))
 }
 
-fn has_variable(pid: i32, variable: &[u8]) -> bool {
-    fs::read(format!("/proc/{pid}/environ"))
-        .is_ok_and(|environment| environment.split(|byte| *byte == 0).any(|entry| entry == variable))
+fn has_variables(pid: i32, variables: &[String]) -> bool {
+    fs::read(format!("/proc/{pid}/environ")).is_ok_and(|environment| {
+        variables.iter().all(|wanted| environment.split(|byte| *byte == 0).any(|entry| entry == wanted.as_bytes()))
+    })
 }
 
 #[cfg(test)]
@@ -121,20 +127,24 @@ mod tests {
 
     #[test]
     fn a_sweep_ends_those_of_the_job_and_no_others() {
-        let start = |instance: &str| {
-            std::process::Command::new("sleep").arg("60").env("GRADWIRE_INSTANCE", instance).spawn().unwrap()
+        let start = |instance: &str, agent: &str| {
+            let mut command = std::process::Command::new("sleep");
+            command.arg("60").env("GRADWIRE_INSTANCE", instance).env("GRADWIRE_AGENT", agent).spawn().unwrap()
         };
         let marker = format!("test-{}", std::process::id());
-        let mut ours = start(&marker);
-        let mut other = start(&format!("{marker}0"));
+        let mut ours = start(&marker, "1");
+        let mut others = [start(&format!("{marker}0"), "1"), start(&marker, "2")];
+        let variables = [format!("GRADWIRE_INSTANCE={marker}"), "GRADWIRE_AGENT=1".to_owned()];
         // Between fork and exec a child still has its parent's variables: sweep until it was seen.
         let deadline = Instant::now() + Duration::from_secs(10);
-        while sweep(&marker) == 0 {
+        while sweep(&variables) == 0 {
             assert!(Instant::now() < deadline, "never found");
         }
         assert!(!ours.wait().unwrap().success());
-        assert!(other.try_wait().unwrap().is_none());
-        other.kill().unwrap();
-        other.wait().unwrap();
+        for other in &mut others {
+            assert!(other.try_wait().unwrap().is_none());
+            other.kill().unwrap();
+            other.wait().unwrap();
+        }
     }
 }

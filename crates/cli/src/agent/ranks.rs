@@ -98,11 +98,9 @@ impl RankProcess {
         Ok(Self { rank, pid, end: None, exit, outputs })
     }
 
-    /// Watches its exit and its output.
-    pub(super) fn watch(&self, epoll: &OwnedFd, index: usize) -> io::Result<()> {
-        epoll::add(epoll, &self.exit, Source::Exit(index).token(), EventFlags::IN)?;
-        self.watch_output(epoll, index, true);
-        Ok(())
+    /// Watches its exit.
+    pub(super) fn watch_exit(&self, epoll: &OwnedFd, index: usize) -> io::Result<()> {
+        Ok(epoll::add(epoll, &self.exit, Source::Exit(index).token(), EventFlags::IN)?)
     }
 
     pub(super) fn unwatch_exit(&self, epoll: &OwnedFd) {
@@ -139,6 +137,11 @@ impl RankProcess {
 
     pub(super) fn output_ended(&self) -> bool {
         self.outputs.iter().all(Option::is_none)
+    }
+
+    /// Whether nothing more will be heard of it: another rank may take its index.
+    pub(super) fn is_over(&self) -> bool {
+        self.end.is_some() && self.output_ended()
     }
 }
 

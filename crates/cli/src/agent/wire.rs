@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// What an agent writes first.
-pub(crate) const GREETING: &[u8] = b"\0gradwire-agent-1\n";
+pub(crate) const GREETING: &[u8] = b"\0gradwire-agent-2\n";
 /// Most bytes that a remote shell may print before the greeting.
 pub(crate) const CHATTER_BYTES_MAX: usize = 64 * 1024;
 /// Largest content of a frame.
@@ -28,12 +28,16 @@ pub(crate) const KIND_STDERR: u8 = 2;
 /// What the launcher asks of an agent.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Command {
-    /// Start these ranks. Once, first.
+    /// Start these ranks. May come again, for others and for those that have ended, until [`Command::Close`].
     Start(Plan),
-    /// Pass a signal on to every rank's process group.
+    /// No more ranks will be started: go when those that there are have ended.
+    Close,
+    /// Pass a signal on to the process groups of ranks; SIGKILL also to all that they started.
     Signal {
         /// Its number.
         number: i32,
+        /// To which ranks; none: to all.
+        ranks: Option<Vec<u32>>,
     },
     /// End every rank: SIGTERM, and SIGKILL after the grace.
     Stop {
@@ -46,8 +50,8 @@ pub(crate) enum Command {
     Resume,
 }
 
-/// The ranks of one host. Holds the job's secret (in the variables): never printed.
-#[derive(Serialize, Deserialize)]
+/// Ranks of one host. Holds the job's secret (in the variables): never printed.
+#[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// Program and arguments, as bytes: they need not be UTF-8.
     pub(crate) command: Vec<Vec<u8>>,
@@ -71,8 +75,11 @@ pub(crate) enum Report {
         /// Why, and what to do.
         detail: String,
     },
-    /// All ranks run.
-    Started,
+    /// A rank runs.
+    Started {
+        /// Its number.
+        rank: u32,
+    },
     /// A rank ended. In the order in which they ended.
     Ended {
         /// Its number.
@@ -80,7 +87,9 @@ pub(crate) enum Report {
         /// How.
         end: End,
     },
-    /// All ranks have ended, their descendants too, and all output was sent.
+    /// Somebody else asked the agent to end: it starts no more ranks, and ends those that it has.
+    Ending,
+    /// All ranks have ended, their descendants too, all output was sent, and no more ranks will be started.
     Done {
         /// How many processes the ranks had left behind.
         leftovers: u32,
@@ -225,7 +234,7 @@ mod tests {
 
     #[test]
     fn the_greeting_is_found_behind_chatter() {
-        let mut stream = b"Welcome!\n\0gradwire\0gradwire-agent-1\nrest".as_slice();
+        let mut stream = b"Welcome!\n\0gradwire\0gradwire-agent-2\nrest".as_slice();
         skip_to_greeting(&mut stream).unwrap();
         assert_eq!(stream, b"rest");
         assert!(skip_to_greeting(&mut b"Welcome!".as_slice()).is_err());

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::hosts::Placement;
+use super::hosts::Host;
 use super::output::{Flow, Outlet, Stream};
 use super::report::{LaunchError, signal_name};
 use crate::agent::wire::{self, Frames, Hello, Report};
@@ -55,7 +55,7 @@ pub(super) enum Event {
 
 /// One agent. Dropped, it is told to end its ranks, and is killed if it does not go.
 pub(super) struct AgentLink {
-    pub(super) placement: Placement,
+    pub(super) host: Host,
     pub(super) hello: Option<Hello>,
     pub(super) done: bool,
     pub(super) lost: bool,
@@ -65,18 +65,20 @@ pub(super) struct AgentLink {
 }
 
 impl AgentLink {
-    /// Starts the agent of a host, and threads that hear it.
+    /// Starts the agent of a host, and threads that hear it. Before it serves, it ends what those that were lost there
+    /// have left behind.
     pub(super) fn start(
         index: usize,
-        placement: Placement,
+        host: &Host,
+        lost: &Leavings<'_>,
         remote: &RemoteOptions,
         events: &Sender<Event>,
         outlet: &Arc<Outlet>,
     ) -> Result<Self, LaunchError> {
-        let mut command = if placement.local { local_agent(&[]) } else { remote_agent(&placement.host, remote, "") };
+        let mut command = agent(host, remote, &lost.arguments());
         let shown = command.get_program().to_string_lossy().into_owned();
         let failed = |what: &dyn std::fmt::Display| {
-            LaunchError::failed(format!("cannot start the agent for {} with {shown}: {what}", placement.host))
+            LaunchError::failed(format!("cannot start the agent for {} with {shown}: {what}", host.name))
         };
         let mut child = command
             .stdin(Stdio::piped())
@@ -86,7 +88,7 @@ impl AgentLink {
             .map_err(|error| failed(&error))?;
         let complaints = Arc::new(Mutex::new(VecDeque::new()));
         if let Some(stderr) = child.stderr.take() {
-            let (kept, host) = (Arc::clone(&complaints), placement.host.clone());
+            let (kept, host) = (Arc::clone(&complaints), host.name.clone());
             spawn("agent-stderr", move || hear_complaints(stderr, &kept, &host)).map_err(|error| failed(&error))?;
         }
         if let Some(stdout) = child.stdout.take() {
@@ -99,7 +101,7 @@ impl AgentLink {
             .map_err(|error| failed(&error))?;
         }
         let input = child.stdin.take();
-        Ok(Self { placement, hello: None, done: false, lost: false, child, input, complaints })
+        Ok(Self { host: host.clone(), hello: None, done: false, lost: false, child, input, complaints })
     }
 
     /// Tells the agent something. That it is gone is heard elsewhere.
@@ -110,13 +112,9 @@ impl AgentLink {
         }
     }
 
-    /// Whether this rank is one of this host's.
-    pub(super) fn has(&self, rank: u32) -> bool {
-        self.ranks().contains(&rank)
-    }
-
-    pub(super) fn ranks(&self) -> std::ops::Range<u32> {
-        self.placement.first..self.placement.first + self.placement.count
+    /// Whether it still can be told something.
+    pub(super) const fn alive(&self) -> bool {
+        !self.done && !self.lost
     }
 
     /// What is known about why the agent is gone: how it ended, and the last that it or ssh complained of. Waits a
@@ -131,7 +129,7 @@ impl AgentLink {
             },
             None => "closed its output".to_owned(),
         };
-        let who = if self.placement.local { "the agent" } else { "ssh" };
+        let who = if self.host.local { "the agent" } else { "ssh" };
         let complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
         if complaints.is_empty() {
             return format!("{who} {ended}");
@@ -139,28 +137,11 @@ impl AgentLink {
         format!("{who} {ended}: {}", complaints.iter().map(String::as_str).collect::<Vec<_>>().join("; "))
     }
 
-    /// Ends the agent, or the ssh to it, at once. What it leaves is for [`AgentLink::sweep`].
+    /// Ends the agent, or the ssh to it, at once. What it leaves is for [`sweep`].
     pub(super) fn kill(&mut self) {
         self.input = None;
         let _ = self.child.kill();
         let _ = wait_until(&mut self.child, Instant::now() + Duration::from_secs(1));
-    }
-
-    /// Ends what the job left on the host of an agent that was lost. Best effort; bounded by `until`.
-    pub(super) fn sweep(&self, remote: &RemoteOptions, instance_hex: &str, until: Instant) {
-        let extra = format!(" --sweep {instance_hex}");
-        let mut command = if self.placement.local {
-            local_agent(&["--sweep", instance_hex])
-        } else {
-            remote_agent(&self.placement.host, remote, &extra)
-        };
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        if let Ok(mut child) = command.spawn()
-            && wait_until(&mut child, until).is_none()
-        {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
     }
 }
 
@@ -173,15 +154,47 @@ impl Drop for AgentLink {
     }
 }
 
+/// Ends what the job left on the host of an agent that was lost. Best effort; bounded by `until`.
+pub(super) fn sweep(host: &Host, remote: &RemoteOptions, instance_hex: &str, until: Instant) {
+    let mut command = agent(host, remote, &["--sweep".to_owned(), instance_hex.to_owned()]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    if let Ok(mut child) = command.spawn()
+        && wait_until(&mut child, until).is_none()
+    {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// What agents that were lost may have left on their host: those with these numbers, of the job with this instance.
+pub(super) struct Leavings<'a> {
+    pub(super) instance_hex: &'a str,
+    pub(super) agents: &'a [usize],
+}
+
+impl Leavings<'_> {
+    fn arguments(&self) -> Vec<String> {
+        if self.agents.is_empty() {
+            return Vec::new();
+        }
+        let agents = self.agents.iter().map(|agent| format!("--in-place-of={agent}"));
+        ["--sweep".to_owned(), self.instance_hex.to_owned()].into_iter().chain(agents).collect()
+    }
+}
+
+fn agent(host: &Host, remote: &RemoteOptions, arguments: &[String]) -> Command {
+    if host.local { local_agent(arguments) } else { remote_agent(&host.name, remote, arguments) }
+}
+
 /// This very binary, also when its file was replaced meanwhile. In a group of its own: a Ctrl-C at the terminal comes
 /// to the launcher alone, which passes it on.
-fn local_agent(arguments: &[&str]) -> Command {
+fn local_agent(arguments: &[String]) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("gradwire").arg("__agent").args(arguments).process_group(0);
     command
 }
 
-fn remote_agent(host: &str, remote: &RemoteOptions, arguments: &str) -> Command {
+fn remote_agent(host: &str, remote: &RemoteOptions, arguments: &[String]) -> Command {
     let mut words = remote.ssh.iter();
     let mut command = Command::new(words.next().map_or_else(|| OsString::from("ssh"), Clone::clone));
     // What the user gave comes first: of an option that is given twice, ssh takes the first.
@@ -192,8 +205,9 @@ fn remote_agent(host: &str, remote: &RemoteOptions, arguments: &str) -> Command 
     command
 }
 
-/// What the remote shell, whichever it is, is to run.
-fn remote_script(remote: &RemoteOptions, arguments: &str) -> String {
+/// What the remote shell, whichever it is, is to run. The arguments are words that no shell changes.
+fn remote_script(remote: &RemoteOptions, arguments: &[String]) -> String {
+    let arguments: String = arguments.iter().map(|argument| format!(" {argument}")).collect();
     let here = std::env::current_exe().ok();
     let script = match (&remote.gradwire, here.as_deref().and_then(|path| path.to_str())) {
         (Some(path), _) => format!("exec {} __agent{arguments}", quote(path)),
@@ -287,7 +301,7 @@ mod tests {
     #[test]
     fn a_remote_script_survives_odd_paths() {
         let remote = RemoteOptions { gradwire: Some("/opt/it's here/gradwire".to_owned()), ..RemoteOptions::default() };
-        let script = remote_script(&remote, "");
+        let script = remote_script(&remote, &[]);
         // What the shell makes of it, with exec replaced by a program that shows its arguments.
         let shown = script.replacen("exec sh -c", "printf '%s'", 1);
         let output = Command::new("sh").arg("-c").arg(shown).output().unwrap();
@@ -301,7 +315,7 @@ mod tests {
             gradwire: Some("gradwire".to_owned()),
             address: None,
         };
-        let command = remote_agent("me@host", &remote, "");
+        let command = remote_agent("me@host", &remote, &[]);
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
         assert_eq!(words[..3], ["-p", "2222", "-T"]);
         assert_eq!(words[words.len() - 3..words.len() - 1], ["--", "me@host"]);

@@ -4,11 +4,14 @@ use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use gradwire_control::JobName;
+use gradwire_proto::limits::WORLD_SIZE_MAX;
 
 use super::agents::RemoteOptions;
 use super::hosts::HostSlots;
+use super::hosts_file::HostsFile;
 use super::report::LaunchError;
 use super::{LaunchPlan, forward_line, run};
 use crate::args::{BrokerChoice, Transport, Wire};
@@ -17,27 +20,44 @@ use crate::args::{BrokerChoice, Transport, Wire};
 ///
 /// Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
 /// what gradwire needs to join the job. Lines that ranks write come out behind `[rank]`. Standard input of the ranks
-/// is empty. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks; a second SIGINT within two
-/// seconds ends them at once.
+/// is empty.
 ///
-/// When a rank fails, the others are ended and its code (128 + the number for a signal) is the exit code. A rank that
-/// exits with 0 leaves the others running.
+/// A rank fails when it exits with another code than 0, or by a signal. Without --min-ranks the others are ended then.
+/// With it they go on as long as so many are left, and --restarts starts those that failed again. A rank that exits with 0
+/// is through, and leaves the others running.
+///
+/// SIGINT and SIGTERM are passed on to the ranks as SIGTERM: they can end in order, and are killed after --grace; a second
+/// one of these signals kills them at once. SIGHUP, SIGUSR1 and SIGUSR2 are passed on as they are.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
   gradwire launch -n 4 -- python train.py --epochs 3
   gradwire launch -n 8 -H node1:4,node2:4 --transport tcp -- ./train
   gradwire launch -n 2 --env OMP_NUM_THREADS=1 --broker pulsar://broker.example:6650 -- ./train
+  gradwire launch --hosts-file hosts --address 10.0.0.1 --min-ranks 2 --max-ranks 16 --restarts 8 -- ./train
+
+Exit code:
+  0      all ranks exited with 0, but for those without which the others went on and those whose slots were taken away
+  CODE   that of the rank whose failure ended the job: the first that failed or, with --min-ranks, the one whose loss \
+left too few; 128 + the number of the signal that killed it; 127 when there is no such program, 126 when it cannot be run
+  128+N  signal N to the launcher ended the ranks (130 for SIGINT, 143 for SIGTERM); 0 if all of them then exited with 0
+  1      the launcher's own errors: a host cannot be reached or its agent was lost, the broker does not start
+  2      the command line makes no sense
 
 Remote hosts are reached by ssh without a password (ssh-agent or keys); gradwire has to be installed there, in the \
 same version, at the same path as here or on the PATH.")]
 pub(crate) struct LaunchArgs {
-    /// How many ranks; with -H, all slots if not given.
-    #[arg(short = 'n', long, value_name = "RANKS", required_unless_present = "hosts")]
+    /// How many ranks are started; with -H or --hosts-file, all slots if not given.
+    #[arg(short = 'n', long, value_name = "RANKS", required_unless_present_any = ["hosts", "hosts_file"])]
     ranks: Option<u32>,
     /// Where they run: HOST or HOST:SLOTS (1 slot if not given), filled in order. This machine if not given.
     #[arg(short = 'H', long, value_name = "HOST:SLOTS", value_delimiter = ',')]
     hosts: Vec<HostSlots>,
+    /// The same from a file, one host a line; # begins a comment. With --min-ranks the file is followed while the job runs:
+    /// each slot that is added starts a further rank there, up to --max-ranks; the rank of a slot that is taken away gets
+    /// SIGTERM, has --grace to end, and counts as no failure. A file that makes no sense changes nothing.
+    #[arg(long, value_name = "FILE", conflicts_with = "hosts")]
+    hosts_file: Option<PathBuf>,
     /// How ranks reach each other.
     #[arg(long, value_enum)]
     transport: Option<Transport>,
@@ -47,6 +67,25 @@ pub(crate) struct LaunchArgs {
     /// Go on without ranks that fail, while so many are left: the ranks get GRADWIRE_RECOVERY=redo, unless it is set.
     #[arg(long, value_name = "RANKS", value_parser = clap::value_parser!(u32).range(1..))]
     min_ranks: Option<u32>,
+    /// With --min-ranks: how many ranks there can be at a time (GRADWIRE_RANKS_MAX), where more may join than are started.
+    /// As many as are started if not given.
+    #[arg(long, value_name = "RANKS")]
+    max_ranks: Option<u32>,
+    /// With --min-ranks: start ranks that failed once more, at most so many times in all. Each start counts, of whichever rank: a host
+    /// that is lost with 4 ranks costs 4. The rank has the same environment, and in GRADWIRE_RESTART how often it was started
+    /// before. Between a failure and the restart is a pause of 0.1 s, doubled with each failure of that rank, at most
+    /// 10 s; it begins anew when the rank has run for 60 s. Ranks of a host that is lost go to other hosts with free slots,
+    /// or to the same when it is back.
+    #[arg(long, value_name = "TIMES", default_value_t = 0, hide_default_value = true)]
+    restarts: u32,
+    /// How long ranks that get SIGTERM, by a signal to the launcher or because their slot was taken away, may take to end
+    /// before they are killed, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = crate::args::seconds)]
+    grace: Duration,
+    /// Write what happens to the ranks to a file, as lines of JSON: ms (since the start), event (started, lost, restarted,
+    /// added, removed, ended), rank, host and reason.
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
     /// 'embedded' (inside the launcher) or the URL of a Pulsar broker.
     #[arg(long, env = "GRADWIRE_BROKER", default_value = "embedded")]
     broker: BrokerChoice,
@@ -94,7 +133,11 @@ pub(crate) fn execute(args: LaunchArgs) -> ExitCode {
 }
 
 fn plan(args: LaunchArgs) -> Result<LaunchPlan, LaunchError> {
-    let slots = args.hosts.iter().fold(0_u32, |sum, host| sum.saturating_add(host.slots));
+    let (hosts_file, hosts) = match args.hosts_file.clone() {
+        None => (None, args.hosts.clone()),
+        Some(path) => HostsFile::open(path).map(|(file, hosts)| (Some(file), hosts)).map_err(LaunchError::usage)?,
+    };
+    let slots = hosts.iter().fold(0_u32, |sum, host| sum.saturating_add(host.slots));
     let words = |text: &str| text.split_whitespace().map(OsString::from).collect::<Vec<_>>();
     let mut ssh = words(&args.ssh);
     if ssh.is_empty() {
@@ -102,22 +145,60 @@ fn plan(args: LaunchArgs) -> Result<LaunchPlan, LaunchError> {
     }
     ssh.extend(args.ssh_args.iter().flat_map(|text| words(text)));
     let ranks = args.ranks.unwrap_or(slots);
-    if let Some(least) = args.min_ranks.filter(|least| *least > ranks) {
-        return Err(LaunchError::usage(format!("--min-ranks {least} is more than the {ranks} ranks that are started")));
-    }
+    let env = args.env.iter().map(variable).collect::<Result<Vec<_>, _>>()?;
+    check_elastic(&args, ranks, &env)?;
     Ok(LaunchPlan {
         ranks,
-        hosts: args.hosts,
+        hosts,
         transport: args.transport,
         wire: args.wire,
         ranks_min: args.min_ranks,
+        ranks_max: args.max_ranks,
+        restarts: args.restarts,
+        hosts_file,
+        grace: args.grace,
+        events: args.events,
         broker: args.broker,
         job: args.job,
-        env: args.env.iter().map(variable).collect::<Result<_, _>>()?,
+        env,
         directory: args.directory,
         command: args.command,
         remote: RemoteOptions { ssh, gradwire: args.remote_gradwire, address: args.address },
     })
+}
+
+/// Whether what is said of ranks that come and go fits together.
+fn check_elastic(args: &LaunchArgs, ranks: u32, env: &[(OsString, OsString)]) -> Result<(), LaunchError> {
+    let Some(least) = args.min_ranks else {
+        let needs = |flag: &str| {
+            LaunchError::usage(format!(
+                "{flag} is for jobs that go on without ranks that are lost: say with --min-ranks how many have to be left \
+                 for that, such as --min-ranks {}",
+                ranks.saturating_sub(1).max(1)
+            ))
+        };
+        return match (args.restarts, args.max_ranks) {
+            (0, None) => Ok(()),
+            (0, Some(_)) => Err(needs("--max-ranks")),
+            _ => Err(needs("--restarts")),
+        };
+    };
+    if least > ranks {
+        return Err(LaunchError::usage(format!("--min-ranks {least} is more than the {ranks} ranks that are started")));
+    }
+    if let Some(most) = args.max_ranks.filter(|most| !(ranks..=WORLD_SIZE_MAX).contains(most)) {
+        return Err(LaunchError::usage(format!(
+            "--max-ranks {most} cannot be: {ranks} ranks are started, and a job has at most {WORLD_SIZE_MAX}"
+        )));
+    }
+    let given = env.iter().rfind(|(name, _)| name == "GRADWIRE_RECOVERY").map(|(_, value)| value.clone());
+    if given.or_else(|| std::env::var_os("GRADWIRE_RECOVERY")).is_some_and(|value| value == "fail") {
+        return Err(LaunchError::usage(
+            "GRADWIRE_RECOVERY=fail ends all ranks when one is lost, and with --min-ranks the others go on: unset \
+             GRADWIRE_RECOVERY, or leave --min-ranks out",
+        ));
+    }
+    Ok(())
 }
 
 /// `NAME=VALUE`, or `NAME` with the value that it has in this process.

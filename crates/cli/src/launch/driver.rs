@@ -1,7 +1,9 @@
-//! One job from its first agent to its last: the order of things, and the deadlines.
+//! One job from its first agent to its last: the order of things, and the deadlines. What only jobs do whose ranks come
+//! and go is in `elastic.rs`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -10,62 +12,79 @@ use std::time::{Duration, Instant};
 use gradwire_control::{BrokerAccess, Token};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::agents::{AgentLink, Event, RemoteOptions};
+use super::agents::{self, AgentLink, Event, RemoteOptions};
+use super::elastic::Site;
+use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Tail};
-use super::report::{Failure, LaunchError, Report, signal_name};
+use super::ranks::{Ranks, Spot, State};
+use super::report::{Failure, LaunchError, Report, Words, signal_name};
 use super::signals::SignalWatch;
-use super::variables::{self, Identity};
-use super::{LaunchPlan, hosts};
-use crate::agent::wire::{Command, End, Report as AgentReport};
+use super::variables::{self, Identity, Recipe};
+use super::{HostsFile, LaunchPlan, hosts};
+use crate::agent::wire::{Command, End, Hello, Report as AgentReport};
 use crate::args::BrokerChoice;
 use crate::broker::RunningBroker;
 
-/// How long all agents together may take to answer. Longer than ssh's own time-out, so that its message is seen.
-const HELLO_TIME_MAX: Duration = Duration::from_secs(15);
+/// How long an agent may take to answer. Longer than ssh's own time-out, so that its message is seen.
+pub(super) const HELLO_TIME_MAX: Duration = Duration::from_secs(15);
 /// Between SIGTERM and SIGKILL for the ranks that a failure leaves behind.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 /// What agents get on top of that before they are ended themselves. All ranks are gone within 5 s of a failure.
 const AGENT_GRACE: Duration = Duration::from_secs(2);
 /// How long what a lost agent left behind may take to be found and ended.
 const SWEEP_TIME_MAX: Duration = Duration::from_secs(3);
-/// After a signal that ends programs was passed on: how long others may take once the first rank has ended by it, and
-/// how long a bad end is put down to it.
-const INTERRUPT_GRACE: Duration = Duration::from_secs(10);
-/// A second SIGINT within this time ends everything at once.
-const SECOND_INTERRUPT: Duration = Duration::from_secs(2);
+/// After SIGHUP was passed on: how long others may take once the first rank has ended by it, and how long a bad end is
+/// put down to it.
+const HANGUP_GRACE: Duration = Duration::from_secs(10);
 
 /// Starts the ranks of a plan and returns when the last of them, and all that they started, has ended.
 ///
 /// Lines that ranks write go to the sink, on a thread of its own, one at a time; all of them have when this returns,
-/// unless a signal came while the sink was stuck. While it runs, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are
-/// passed on to the ranks. Nothing else is printed.
+/// unless a signal came while the sink was stuck. While it runs, SIGINT and SIGTERM are passed on to the ranks as SIGTERM,
+/// and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed, but for a job with `ranks_min`: what becomes of its
+/// ranks and hosts goes to standard error.
 ///
 /// # Errors
 /// When not every rank could be started: a host cannot be reached, the broker does not start, the plan makes no sense.
 /// Nothing runs then.
 pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static) -> Result<Report, LaunchError> {
-    let placements = hosts::place(plan.ranks, &plan.hosts)?;
+    let hosts = hosts::find(plan.ranks, &plan.hosts)?;
     let (sender, events) = mpsc::channel();
     let no_thread = |error: io::Error| LaunchError::failed(format!("cannot start a thread: {error}"));
     let _watch = SignalWatch::start(sender.clone()).map_err(no_thread)?;
     let output = Output::start(sink, &sender).map_err(no_thread)?;
     let given = gradwire::env::secret(&crate::job::variable).map_err(|fault| LaunchError::usage(fault.detail))?;
     let identity = Identity::fresh(plan.job.as_deref(), given)?;
+    let counts = hosts::distribute(plan.ranks, &hosts);
+    let now = Instant::now();
     let mut driver = Driver {
-        agents: Vec::with_capacity(placements.len()),
+        agents: Vec::new(),
+        sites: hosts.into_iter().zip(&counts).map(|(host, count)| Site::new(host, *count, now)).collect(),
+        ranks: Ranks::new(plan.ranks_max.unwrap_or(plan.ranks), plan.restarts),
+        ranks_min: plan.ranks_min,
+        hosts_file: plan.hosts_file.clone().filter(|_| plan.ranks_min.is_some()),
+        grace: plan.grace,
         events,
+        sender,
+        outlet: Arc::clone(&output.outlet),
         remote: plan.remote.clone(),
         instance_hex: identity.instance_hex(),
-        ends: vec![None; plan.ranks as usize],
-        ranks_min: plan.ranks_min,
+        recipe: None,
+        reachable: true,
+        journal: Journal::start(plan.events.as_deref())?,
         report: Report::default(),
+        paused: false,
+        closed: false,
         stopping: false,
         stop_at: None,
         kill_at: None,
+        added: HashSet::new(),
+        poll_at: now,
+        idle_since: None,
         interrupt: None,
     };
-    for (index, placement) in placements.into_iter().enumerate() {
-        driver.agents.push(AgentLink::start(index, placement, &plan.remote, &sender, &output.outlet)?);
+    for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
+        driver.connect(site)?;
     }
     driver.await_hellos()?;
     // Lives as long as the ranks do.
@@ -100,23 +119,43 @@ impl Drop for Output {
     }
 }
 
-struct Driver {
-    agents: Vec<AgentLink>,
-    events: Receiver<Event>,
-    remote: RemoteOptions,
-    instance_hex: String,
-    /// How each rank ended.
-    ends: Vec<Option<End>>,
+pub(super) struct Driver {
+    pub(super) agents: Vec<AgentLink>,
+    /// The hosts of the job; those that were taken away too, without slots.
+    pub(super) sites: Vec<Site>,
+    pub(super) ranks: Ranks,
     /// With at least so many the others go on without ranks that fail.
-    ranks_min: Option<u32>,
-    report: Report,
+    pub(super) ranks_min: Option<u32>,
+    pub(super) hosts_file: Option<HostsFile>,
+    pub(super) grace: Duration,
+    events: Receiver<Event>,
+    pub(super) sender: Sender<Event>,
+    pub(super) outlet: Arc<Outlet>,
+    pub(super) remote: RemoteOptions,
+    pub(super) instance_hex: String,
+    /// What ranks get, once the first agents have answered.
+    recipe: Option<Recipe>,
+    /// Whether ranks on other hosts can reach the job's broker.
+    pub(super) reachable: bool,
+    pub(super) journal: Journal,
+    pub(super) report: Report,
+    /// Whether the agents were told to read no more output.
+    paused: bool,
+    /// Whether no further rank will be started.
+    pub(super) closed: bool,
     /// Whether the agents were told to end their ranks.
-    stopping: bool,
+    pub(super) stopping: bool,
     /// When they will be.
     stop_at: Option<Instant>,
     /// When agents that are still there are ended themselves.
     kill_at: Option<Instant>,
-    /// The last signal of those that end programs, and when it was passed on.
+    /// Ranks that were told to start because slots were added, and are not known to run yet.
+    pub(super) added: HashSet<u32>,
+    /// When the file of hosts is looked at.
+    pub(super) poll_at: Instant,
+    /// Since when no rank runs although some should.
+    pub(super) idle_since: Option<Instant>,
+    /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
 
@@ -125,19 +164,7 @@ impl Driver {
         let deadline = Instant::now() + HELLO_TIME_MAX;
         while let Some(waiting) = self.agents.iter().position(|agent| agent.hello.is_none()) {
             match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Event::Report(index, AgentReport::Hello(hello))) => {
-                    let agent = &mut self.agents[index];
-                    if hello.version != env!("CARGO_PKG_VERSION") {
-                        return Err(LaunchError::failed(format!(
-                            "{} has gradwire {}, this is {}: install the same version, or name another binary there \
-                             with --remote-gradwire",
-                            agent.placement.host,
-                            hello.version,
-                            env!("CARGO_PKG_VERSION")
-                        )));
-                    }
-                    agent.hello = Some(hello);
-                }
+                Ok(Event::Report(index, AgentReport::Hello(hello))) => self.greet(index, hello)?,
                 Ok(Event::Ended(index, why)) => return Err(no_agent(&mut self.agents[index], why)),
                 Ok(Event::Signal(signal)) => return Err(LaunchError::interrupted(signal)),
                 Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone) => {}
@@ -145,7 +172,7 @@ impl Driver {
                     let agent = &mut self.agents[waiting];
                     agent.kill();
                     let words = agent.last_words();
-                    let (host, seconds) = (&agent.placement.host, HELLO_TIME_MAX.as_secs());
+                    let (host, seconds) = (&agent.host.name, HELLO_TIME_MAX.as_secs());
                     return Err(LaunchError::failed(format!(
                         "no answer from gradwire on {host} within {seconds} s ({words}): see what `ssh {host} gradwire \
                          --version` does"
@@ -156,130 +183,166 @@ impl Driver {
         Ok(())
     }
 
+    /// An agent has answered.
+    pub(super) fn greet(&mut self, index: usize, hello: Hello) -> Result<(), LaunchError> {
+        let agent = &mut self.agents[index];
+        if hello.version != env!("CARGO_PKG_VERSION") {
+            return Err(LaunchError::failed(format!(
+                "{} has gradwire {}, this is {}: install the same version, or name another binary there with \
+                 --remote-gradwire",
+                agent.host.name,
+                hello.version,
+                env!("CARGO_PKG_VERSION")
+            )));
+        }
+        agent.hello = Some(hello);
+        if let Some(site) = self.sites.iter_mut().find(|site| site.agent == Some(index)) {
+            site.answered();
+        }
+        Ok(())
+    }
+
     /// Starts the job's broker, unless there is one, and tells every agent what to run.
     fn start_ranks(&mut self, plan: &LaunchPlan, identity: &Identity) -> Result<Option<RunningBroker>, LaunchError> {
-        let own = variables::own_address(&self.agents, &plan.remote)?;
-        let (broker, access) = match &plan.broker {
-            BrokerChoice::Url(url) => (None, BrokerAccess::new(url)),
-            BrokerChoice::Embedded => {
-                let token = gradwire_proto::secret::hex(&identity.secret.proof("broker token", &[&identity.instance]));
-                let broker = RunningBroker::start_for_job(own, token.clone())
-                    .map_err(|fault| LaunchError::failed(format!("the embedded broker does not start: {fault}")))?;
-                let access = BrokerAccess::new(broker.url()).with_token(Token::Text(token));
-                (Some(broker), access)
-            }
-        };
-        let plans = variables::plans(plan, identity, &access, &self.agents, own)?;
-        for (index, plan) in plans.into_iter().enumerate() {
-            if self.agents[index].tell(&Command::Start(plan)).is_err() {
+        let own = variables::own_address(&self.agents, &plan.remote, self.hosts_file.is_some())?;
+        let (broker, access) = self.start_broker(plan, identity, own)?;
+        self.recipe = Some(Recipe::new(plan, identity, &access, &self.agents, own)?);
+        let mut rank = 0;
+        for site in 0..self.sites.len() {
+            let places: Vec<_> = (0..self.sites[site].planned).map(|slot| (rank + slot, Spot { site, slot })).collect();
+            rank += self.sites[site].planned;
+            if let Some(index) = self.sites[site].agent
+                && self.start_at(index, &places).is_err()
+            {
                 return Err(no_agent(&mut self.agents[index], None));
             }
+        }
+        if self.ranks_min.is_none() {
+            self.close();
         }
         Ok(broker)
     }
 
-    /// Goes on until no agent is left.
+    fn start_broker(
+        &mut self,
+        plan: &LaunchPlan,
+        identity: &Identity,
+        own: Option<IpAddr>,
+    ) -> Result<(Option<RunningBroker>, BrokerAccess), LaunchError> {
+        if let BrokerChoice::Url(url) = &plan.broker {
+            return Ok((None, BrokerAccess::new(url)));
+        }
+        self.reachable = own.is_some();
+        let token = gradwire_proto::secret::hex(&identity.secret.proof("broker token", &[&identity.instance]));
+        let broker = RunningBroker::start_for_job(own, token.clone())
+            .map_err(|fault| LaunchError::failed(format!("the embedded broker does not start: {fault}")))?;
+        let access = BrokerAccess::new(broker.url()).with_token(Token::Text(token));
+        Ok((Some(broker), access))
+    }
+
+    /// Has an agent start ranks in these places. Where it is gone already, it is heard of as lost, with these ranks.
+    pub(super) fn start_at(&mut self, index: usize, places: &[(u32, Spot)]) -> io::Result<()> {
+        let now = Instant::now();
+        let Some(recipe) = &self.recipe else { return Ok(()) };
+        let mut ranks = Vec::with_capacity(places.len());
+        let mut local = 0;
+        for (rank, spot) in places {
+            ranks.push((*rank, *spot, self.ranks.start(*rank, *spot, index, now)));
+            local = self.sites[spot.site].planned;
+        }
+        let plan = recipe.plan(index, &self.agents[index], local, &ranks);
+        self.agents[index].tell(&Command::Start(plan))?;
+        // One that came later has not heard it.
+        if self.paused { self.agents[index].tell(&Command::Pause) } else { Ok(()) }
+    }
+
+    /// Goes on until no agent is left, and none is to come.
     fn serve(&mut self) {
-        while self.agents.iter().any(|agent| !agent.done && !agent.lost) {
+        while self.agents.iter().any(AgentLink::alive) || self.goes_on() {
             let now = Instant::now();
             if self.stop_at.is_some_and(|at| now >= at) {
-                self.stop(STOP_GRACE);
+                self.end_of_grace();
             }
             if self.kill_at.is_some_and(|at| now >= at) {
-                for agent in self.agents.iter_mut().filter(|agent| !agent.done && !agent.lost) {
-                    agent.kill();
-                    agent.lost = true;
-                }
+                self.kill_agents();
                 break;
             }
-            let wait = self.stop_at.into_iter().chain(self.kill_at).min().map(|at| at.saturating_duration_since(now));
-            match self.events.recv_timeout(wait.unwrap_or(Duration::from_secs(3600))) {
+            self.tend(now);
+            let wake = self.stop_at.into_iter().chain(self.kill_at).chain(self.next_due(now)).min();
+            let wait = wake.map_or(Duration::from_secs(3600), |at| at.saturating_duration_since(now));
+            match self.events.recv_timeout(wait) {
                 Ok(event) => self.handle(event),
                 Err(RecvTimeoutError::Timeout) => {}
-                // Cannot be while this end holds the output thread's sender; if it is, nothing more will be heard.
+                // Cannot be while this end holds a sender; if it is, nothing more will be heard.
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
         let until = Instant::now() + SWEEP_TIME_MAX;
-        for agent in self.agents.iter().filter(|agent| agent.lost) {
-            agent.sweep(&self.remote, &self.instance_hex, until);
+        for site in self.sites.iter().filter(|site| !site.unswept.is_empty()) {
+            agents::sweep(&site.host, &self.remote, &self.instance_hex, until);
+        }
+    }
+
+    fn kill_agents(&mut self) {
+        for (index, agent) in self.agents.iter_mut().enumerate().filter(|(_, agent)| agent.alive()) {
+            agent.kill();
+            agent.lost = true;
+            if let Some(site) = self.sites.iter_mut().find(|site| site.host.is(&agent.host)) {
+                site.unswept.push(index);
+            }
         }
     }
 
     fn handle(&mut self, event: Event) {
         match event {
+            Event::Report(index, AgentReport::Hello(hello)) => self.late_hello(index, hello),
+            Event::Report(index, AgentReport::Started { rank }) => self.rank_started(index, rank),
             Event::Report(index, AgentReport::Ended { rank, end }) => self.rank_ended(index, rank, end),
-            Event::Report(index, AgentReport::NotStarted { rank, detail }) => {
-                let host = self.agents[index].placement.host.clone();
-                self.fail(Failure::NotStarted { rank, host, detail });
-            }
+            Event::Report(index, AgentReport::NotStarted { rank, detail }) => self.not_started(index, rank, detail),
+            Event::Report(index, AgentReport::Ending) => self.agent_ends(index),
             Event::Report(index, AgentReport::Done { leftovers }) => {
-                self.agents[index].done = true;
                 self.report.leftovers = self.report.leftovers.saturating_add(leftovers);
+                self.agent_done(index);
             }
-            Event::Report(_, AgentReport::Hello(_) | AgentReport::Started) | Event::OutputDone => {}
+            Event::OutputDone => {}
             Event::Ended(index, why) => self.agent_ended(index, why),
-            Event::Flow(flow) => self.tell_all(|| match flow {
-                Flow::Pause => Command::Pause,
-                Flow::Resume => Command::Resume,
-            }),
+            Event::Flow(flow) => {
+                self.paused = flow == Flow::Pause;
+                self.tell_all(|| match flow {
+                    Flow::Pause => Command::Pause,
+                    Flow::Resume => Command::Resume,
+                });
+            }
             Event::Signal(signal) => self.signal(signal),
         }
     }
 
     fn rank_ended(&mut self, index: usize, rank: u32, end: End) {
-        let agent = &self.agents[index];
-        let (known, host) = (agent.has(rank), agent.placement.host.clone());
-        let Some(slot) = self.ends.get_mut(rank as usize).filter(|slot| known && slot.is_none()) else { return };
-        *slot = Some(end);
-        if end.success() || self.stopping {
+        let Some(State::Running { spot, agent, since, leaving, .. }) = self.ranks.state(rank) else { return };
+        if agent != index {
             return;
         }
-        let interrupted =
-            self.interrupt.filter(|(signal, at)| end == End::Signal(*signal) || at.elapsed() < INTERRUPT_GRACE);
-        match interrupted {
-            Some((signal, _)) => {
-                self.report.interrupted = Some(signal);
-                self.stop_at.get_or_insert(Instant::now() + INTERRUPT_GRACE);
-            }
-            None if self.can_go_on() => self.report.lost.push((rank, host, end)),
-            None => self.fail(Failure::Rank { rank, host, end }),
+        let host = self.sites[spot.site].host.name.clone();
+        let reason = Words(end).to_string();
+        let told_to = self
+            .interrupt
+            .filter(|(signal, at)| *signal != SIGHUP || end == End::Signal(SIGHUP) || at.elapsed() < HANGUP_GRACE);
+        let over = leaving || end.success() || self.stopping;
+        if !over && told_to.is_none() {
+            let held = self.holds(index, spot);
+            self.lose(rank, &host, end, reason, held, since.elapsed());
+            return self.go_on_or(Failure::Rank { rank, host, end });
         }
-    }
-
-    /// Whether enough ranks are left that run, or have ended well.
-    fn can_go_on(&self) -> bool {
-        let left = self.ends.iter().filter(|end| end.is_none_or(|end| end.success())).count();
-        self.ranks_min.is_some_and(|least| left >= least as usize)
-    }
-
-    fn agent_ended(&mut self, index: usize, why: Option<String>) {
-        let agent = &mut self.agents[index];
-        if agent.done || agent.lost {
-            return;
-        }
-        agent.lost = true;
-        let words = agent.last_words();
-        let detail = why.map_or(words.clone(), |why| format!("{why} ({words})"));
-        let (host, ranks) = (agent.placement.host.clone(), agent.ranks());
-        agent.kill();
-        let mut gone = Vec::new();
-        for rank in ranks.clone() {
-            let end = &mut self.ends[rank as usize];
-            if end.is_none() {
-                *end = Some(End::Unknown);
-                gone.push((rank, host.clone(), End::Unknown));
-            }
-        }
-        if self.can_go_on() && !self.stopping {
-            self.report.lost.append(&mut gone);
-        } else {
-            self.fail(Failure::AgentLost { host, ranks, detail });
+        self.ranks.set(rank, if leaving { State::Removed } else { State::Ended(end) });
+        self.journal.note(Happening::Ended, rank, &host, Some(reason));
+        if let (false, Some((signal, _))) = (over, told_to) {
+            self.report.interrupted = Some(signal);
+            self.stop_at.get_or_insert(Instant::now() + HANGUP_GRACE);
         }
     }
 
     /// Ends the job because of this, unless it is ending already.
-    fn fail(&mut self, failure: Failure) {
+    pub(super) fn fail(&mut self, failure: Failure) {
         if self.stopping {
             return;
         }
@@ -291,6 +354,7 @@ impl Driver {
 
     fn stop(&mut self, grace: Duration) {
         self.stopping = true;
+        self.ranks.give_up_waiting();
         self.stop_at = None;
         let kill_at = Instant::now() + grace + AGENT_GRACE;
         self.kill_at = Some(self.kill_at.map_or(kill_at, |at| at.min(kill_at)));
@@ -298,23 +362,60 @@ impl Driver {
         self.tell_all(|| Command::Stop { grace_ms });
     }
 
-    fn signal(&mut self, number: i32) {
-        let now = Instant::now();
-        let again = self.interrupt.is_some_and(|(last, at)| last == SIGINT && now - at < SECOND_INTERRUPT);
-        if number == SIGINT && again {
-            self.report.interrupted = Some(SIGINT);
-            self.stop(Duration::ZERO);
-            return;
+    /// No further rank will be started: agents go when those that they have are through.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+        self.ranks.give_up_waiting();
+        // Who has not answered yet has started nothing, and need not be waited for.
+        for agent in self.agents.iter_mut().filter(|agent| agent.alive() && agent.hello.is_none()) {
+            agent.kill();
+            agent.lost = true;
         }
-        if [SIGINT, SIGTERM, SIGHUP].contains(&number) {
-            self.interrupt = Some((number, now));
-        }
-        tracing::debug!("passing {} on to the ranks", signal_name(number));
-        self.tell_all(|| Command::Signal { number });
+        self.tell_all(|| Command::Close);
     }
 
-    fn tell_all(&mut self, command: impl Fn() -> Command) {
-        for agent in self.agents.iter_mut().filter(|agent| !agent.done && !agent.lost) {
+    fn signal(&mut self, number: i32) {
+        let ends = [SIGINT, SIGTERM].contains(&number);
+        let told_before = self.interrupt.filter(|(signal, _)| *signal != SIGHUP);
+        if let (true, Some((first, _))) = (ends, told_before) {
+            self.report.interrupted = Some(first);
+            return self.stop(Duration::ZERO);
+        }
+        let now = Instant::now();
+        if ends {
+            self.interrupt = Some((number, now));
+            self.stop_at = Some(now + self.grace);
+            for (rank, state) in self.ranks.iter().collect::<Vec<_>>() {
+                // It would have been started again: the signal is why it did not end well.
+                if let State::Waiting { end, .. } = state {
+                    self.ranks.set(rank, State::Ended(end));
+                    self.report.interrupted = Some(number);
+                }
+            }
+            self.close();
+        } else if number == SIGHUP && told_before.is_none() {
+            self.interrupt = Some((number, now));
+        }
+        // A program that wants to end in order has to watch for one signal, not for two.
+        let number = if ends { SIGTERM } else { number };
+        tracing::debug!("passing {} on to the ranks", signal_name(number));
+        self.tell_all(|| Command::Signal { number, ranks: None });
+    }
+
+    /// Ranks that a signal should have ended have had their time.
+    fn end_of_grace(&mut self) {
+        match self.interrupt {
+            Some((signal, _)) if signal != SIGHUP => {
+                self.report.interrupted = Some(signal);
+                self.report.overdue = Some(self.grace);
+                self.stop(Duration::ZERO);
+            }
+            _ => self.stop(STOP_GRACE),
+        }
+    }
+
+    pub(super) fn tell_all(&mut self, command: impl Fn() -> Command) {
+        for agent in self.agents.iter_mut().filter(|agent| agent.alive()) {
             // One that is gone shows as an event of its own.
             let _ = agent.tell(&command());
         }
@@ -342,12 +443,23 @@ impl Driver {
             _ => None,
         };
         report.last_lines = blamed.and_then(|rank| tails.remove(&rank)).map(Tail::into_lines).unwrap_or_default();
-        report.others = (0_u32..)
-            .zip(&self.ends)
-            .map(|(rank, end)| (rank, end.unwrap_or(End::Unknown)))
-            .filter(|(rank, end)| !end.success() && blamed != Some(*rank))
-            .filter(|(rank, _)| !report.lost.iter().any(|(lost, ..)| lost == rank))
+        let elastic = self.ranks_min.is_some();
+        let bad_end = |state| match state {
+            State::Ended(end) => (!end.success()).then_some(end),
+            // The history has it where the others may go on without it.
+            State::Lost(end) => (!elastic).then_some(end),
+            State::Running { leaving, .. } => (!leaving).then_some(End::Unknown),
+            State::Unused | State::Waiting { .. } | State::Removed => None,
+        };
+        report.others = self
+            .ranks
+            .iter()
+            .filter_map(|(rank, state)| Some((rank, bad_end(state)?)))
+            .filter(|(rank, _)| blamed != Some(*rank))
             .collect();
+        if elastic {
+            report.history = self.journal.into_listed();
+        }
         report
     }
 }
@@ -355,9 +467,9 @@ impl Driver {
 /// An agent did not come up.
 fn no_agent(agent: &mut AgentLink, why: Option<String>) -> LaunchError {
     let words = agent.last_words();
-    let host = &agent.placement.host;
+    let host = &agent.host.name;
     let why = why.map(|why| format!("{why}; ")).unwrap_or_default();
-    let remedy = if agent.placement.local {
+    let remedy = if agent.host.local {
         String::new()
     } else if words.contains("exited with code 127") || words.contains("exited with code 126") {
         ": install gradwire there, or say where it is with --remote-gradwire PATH".to_owned()

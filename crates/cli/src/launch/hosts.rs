@@ -57,55 +57,66 @@ impl fmt::Display for HostSlots {
     }
 }
 
-/// The ranks of one host: a block.
+/// A host of the job: all that a list says of one machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Placement {
-    /// Its name; `localhost` for this machine.
-    pub(crate) host: String,
-    /// Whether that is this machine.
-    pub(crate) local: bool,
-    /// The first rank there.
-    pub(crate) first: u32,
-    /// How many ranks there.
-    pub(crate) count: u32,
+pub(super) struct Host {
+    /// The name by which the list has it first.
+    pub(super) name: String,
+    /// Whether it is this machine.
+    pub(super) local: bool,
+    /// Most ranks there.
+    pub(super) slots: u32,
 }
 
-/// Distributes ranks over hosts, in blocks, in the order of the hosts. A host that is named twice has the slots of
-/// both; all names of this machine are one host. Without hosts, all ranks run on this machine.
-pub(crate) fn place(ranks: u32, hosts: &[HostSlots]) -> Result<Vec<Placement>, LaunchError> {
+impl Host {
+    /// Whether both are one machine, as far as names tell.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        (self.local && other.local) || self.name == other.name
+    }
+}
+
+/// The hosts of a list. One that is named twice has the slots of both; all names of this machine are one host.
+pub(super) fn merge(list: &[HostSlots]) -> Vec<Host> {
+    let mut merged: Vec<Host> = Vec::new();
+    for HostSlots { name, slots } in list {
+        let host = Host { name: name.clone(), local: is_local(name), slots: *slots };
+        match merged.iter_mut().find(|known| known.is(&host)) {
+            Some(known) => known.slots = known.slots.saturating_add(host.slots),
+            None => merged.push(host),
+        }
+    }
+    merged
+}
+
+/// The hosts on which so many ranks can be: those of a list or, if that is empty, this machine.
+pub(super) fn find(ranks: u32, list: &[HostSlots]) -> Result<Vec<Host>, LaunchError> {
     if ranks == 0 || ranks > WORLD_SIZE_MAX {
         return Err(LaunchError::usage(format!("{ranks} ranks cannot be: a job has 1 to {WORLD_SIZE_MAX}")));
     }
-    if hosts.is_empty() {
-        return Ok(vec![Placement { host: "localhost".to_owned(), local: true, first: 0, count: ranks }]);
+    if list.is_empty() {
+        return Ok(vec![Host { name: "localhost".to_owned(), local: true, slots: ranks }]);
     }
-    let mut merged: Vec<(String, bool, u64)> = Vec::new();
-    for host in hosts {
-        let local = is_local(&host.name);
-        let known = merged.iter_mut().find(|(name, known_local, _)| (local && *known_local) || *name == host.name);
-        match known {
-            Some((_, _, slots)) => *slots += u64::from(host.slots),
-            None => merged.push((host.name.clone(), local, host.slots.into())),
-        }
-    }
-    let total: u64 = merged.iter().map(|(_, _, slots)| slots).sum();
+    let hosts = merge(list);
+    let total: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
     if u64::from(ranks) > total {
-        let list = merged.iter().map(|(name, _, slots)| format!("{name}:{slots}")).collect::<Vec<_>>().join(",");
+        let list = hosts.iter().map(|host| format!("{}:{}", host.name, host.slots)).collect::<Vec<_>>().join(",");
         return Err(LaunchError::usage(format!(
-            "{ranks} ranks do not fit into the {total} slots of -H {list}: give hosts more slots (-H HOST:SLOTS) or \
-             start fewer ranks (-n {total})"
+            "{ranks} ranks do not fit into the {total} slots of {list}: give hosts more slots (HOST:SLOTS) or start \
+             fewer ranks (-n {total})"
         )));
     }
-    let mut first = 0;
-    let mut placements = Vec::new();
-    for (host, local, slots) in merged {
-        let count = (ranks - first).min(u32::try_from(slots).unwrap_or(u32::MAX));
-        if count > 0 {
-            placements.push(Placement { host, local, first, count });
-            first += count;
-        }
-    }
-    Ok(placements)
+    Ok(hosts)
+}
+
+/// How many ranks each host gets: they fill the slots in the order of the hosts.
+pub(super) fn distribute(ranks: u32, hosts: &[Host]) -> Vec<u32> {
+    let mut rest = ranks;
+    let mut take = |slots: u32| {
+        let count = slots.min(rest);
+        rest -= count;
+        count
+    };
+    hosts.iter().map(|host| take(host.slots)).collect()
 }
 
 /// Whether a name is one of this machine. Another loopback address than 127.0.0.1 is not: whoever writes 127.0.0.2
@@ -141,23 +152,25 @@ mod tests {
 
     #[test]
     fn ranks_are_placed_in_blocks() {
-        let placed = place(3, &hosts("a:2,b:2")).unwrap();
-        let blocks: Vec<_> = placed.iter().map(|p| (p.host.as_str(), p.local, p.first, p.count)).collect();
-        assert_eq!(blocks, [("a", false, 0, 2), ("b", false, 2, 1)]);
-        let placed = place(4, &hosts("a:1,localhost:1,a:1,127.0.0.1:1")).unwrap();
-        let blocks: Vec<_> = placed.iter().map(|p| (p.host.as_str(), p.local, p.first, p.count)).collect();
-        assert_eq!(blocks, [("a", false, 0, 2), ("localhost", true, 2, 2)]);
-        assert_eq!(place(2, &hosts("a:2,b:2")).unwrap().len(), 1);
-        assert!(place(2, &[]).unwrap()[0].local);
+        let place = |ranks, list: &str| {
+            let hosts = find(ranks, &hosts(list)).unwrap();
+            let counts = distribute(ranks, &hosts);
+            hosts.into_iter().zip(counts).map(|(host, count)| (host.name, host.local, count)).collect::<Vec<_>>()
+        };
+        assert_eq!(place(3, "a:2,b:2"), [("a".to_owned(), false, 2), ("b".to_owned(), false, 1)]);
+        let placed = place(4, "a:1,localhost:1,a:1,127.0.0.1:1");
+        assert_eq!(placed, [("a".to_owned(), false, 2), ("localhost".to_owned(), true, 2)]);
+        assert_eq!(place(2, "a:2,b:2")[1].2, 0);
+        assert!(find(2, &[]).unwrap()[0].local);
         assert!(!is_local("127.0.0.2"));
         assert!(is_local(&agent::hostname()));
     }
 
     #[test]
     fn too_many_ranks_name_the_remedy() {
-        let text = place(5, &hosts("a:2,b:2")).unwrap_err().to_string();
+        let text = find(5, &hosts("a:2,b:2")).unwrap_err().to_string();
         assert!(text.contains("-n 4") && text.contains("a:2,b:2"), "{text}");
-        assert!(place(0, &[]).is_err());
-        assert!(place(WORLD_SIZE_MAX + 1, &[]).is_err());
+        assert!(find(0, &[]).is_err());
+        assert!(find(WORLD_SIZE_MAX + 1, &[]).is_err());
     }
 }

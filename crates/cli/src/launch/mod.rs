@@ -1,27 +1,37 @@
 //! `gradwire launch`, and starting ranks from within: on this machine and, by ssh, on others.
 //!
 //! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
-//! job's secret never stands on a command line. It owns the job's broker unless another one is named. Whatever ends
+//! job's secret never stands on a command line. Agents live as long as the host has a part in the job; ranks come and go
+//! (`elastic.rs`) in jobs that go on without those that are lost. It owns the job's broker unless another one is named. Whatever ends
 //! the job, a rank, a signal, the death of the launcher or of an agent, no process of it stays.
 
 mod agents;
 mod command;
 mod driver;
+mod elastic;
 mod hosts;
+mod hosts_file;
+mod journal;
 mod output;
+mod ranks;
 mod report;
 mod signals;
 mod variables;
 
 use std::ffi::OsString;
 use std::io;
+use std::time::Duration;
 
 pub(crate) use self::agents::RemoteOptions;
 pub(crate) use self::command::{LaunchArgs, execute};
 pub(crate) use self::driver::run;
 pub(crate) use self::hosts::HostSlots;
+pub(crate) use self::hosts_file::HostsFile;
 pub(crate) use self::output::{Line, Stream, forward_line};
 use crate::args::{BrokerChoice, Transport, Wire};
+
+/// How long ranks have for an end in order, if nobody says otherwise: enough for a step and a checkpoint.
+const GRACE: Duration = Duration::from_secs(30);
 
 /// What to start, and where. Holds no secret: that is made when it starts.
 #[derive(Clone, Debug)]
@@ -36,6 +46,16 @@ pub(crate) struct LaunchPlan {
     pub(crate) wire: Option<Wire>,
     /// With at least so many ranks the job goes on without those that fail; without it, it ends with the first.
     pub(crate) ranks_min: Option<u32>,
+    /// Numbers that ranks of such a job can have: so many, if more can join than are started.
+    pub(crate) ranks_max: Option<u32>,
+    /// How often ranks of such a job are started again, all together.
+    pub(crate) restarts: u32,
+    /// The file that `hosts` is from: such a job follows its changes.
+    pub(crate) hosts_file: Option<HostsFile>,
+    /// Between SIGTERM and SIGKILL for ranks whose host is taken away, or when a signal ends the job.
+    pub(crate) grace: Duration,
+    /// Where to write what happens to the ranks, as JSON lines.
+    pub(crate) events: Option<std::path::PathBuf>,
     /// Where the control plane runs.
     pub(crate) broker: BrokerChoice,
     /// The job's name; a fresh one if none is given.
@@ -59,6 +79,11 @@ impl LaunchPlan {
             transport: None,
             wire: None,
             ranks_min: None,
+            ranks_max: None,
+            restarts: 0,
+            hosts_file: None,
+            grace: GRACE,
+            events: None,
             broker: BrokerChoice::Embedded,
             job: None,
             env: Vec::new(),

@@ -2,7 +2,9 @@
 
 use std::fmt;
 use std::process::ExitCode;
+use std::time::Duration;
 
+use super::journal::{Entry, Happening};
 use crate::agent::wire::End;
 
 /// A job did not start, or not all of it. Says what to do.
@@ -62,8 +64,13 @@ pub(crate) enum Failure {
         /// The host.
         host: String,
         /// The ranks there.
-        ranks: std::ops::Range<u32>,
+        ranks: Vec<u32>,
         /// What is known about it.
+        detail: String,
+    },
+    /// No rank is left, although none failed.
+    NobodyLeft {
+        /// How it came to that.
         detail: String,
     },
 }
@@ -77,10 +84,14 @@ pub(crate) struct Report {
     pub(super) last_lines: Vec<Vec<u8>>,
     /// How the other ranks that did not end well ended: rank, end.
     pub(super) others: Vec<(u32, End)>,
-    /// The ranks without which the others went on: rank, host, end.
-    pub(super) lost: Vec<(u32, String, End)>,
+    /// Of a job that goes on without ranks that are lost: losses, restarts, and ranks that came and went.
+    pub(super) history: Vec<Entry>,
+    /// Why the others could not go on, where they would have with more of them.
+    pub(super) too_few: Option<String>,
     /// The signal that was passed on to the ranks and ended them.
     pub(super) interrupted: Option<i32>,
+    /// The time that they had for it, if that was not enough.
+    pub(super) overdue: Option<Duration>,
     /// How many processes ranks had left behind.
     pub(super) leftovers: u32,
 }
@@ -98,13 +109,19 @@ impl Report {
 
     /// Whether there is something to say although all ranks ended well.
     pub(crate) const fn has_notes(&self) -> bool {
-        self.leftovers > 0 || !self.lost.is_empty()
+        self.leftovers > 0 || !self.history.is_empty()
+    }
+
+    /// Whether this entry of the history is the loss of a rank that never came back.
+    fn is_for_good(&self, at: usize) -> bool {
+        let entry = &self.history[at];
+        entry.event == Happening::Lost && self.history[at + 1..].iter().all(|later| later.rank != entry.rank)
     }
 
     fn code(&self) -> u8 {
         match (&self.failure, self.interrupted) {
             (Some(Failure::Rank { end, .. }), _) => end.shell_code().max(1),
-            (Some(Failure::NotStarted { .. } | Failure::AgentLost { .. }), _) => 1,
+            (Some(Failure::NotStarted { .. } | Failure::AgentLost { .. } | Failure::NobodyLeft { .. }), _) => 1,
             (None, _) if self.others.is_empty() => 0,
             (None, Some(signal)) => End::Signal(signal).shell_code(),
             (None, None) => 1,
@@ -117,11 +134,16 @@ impl fmt::Display for Report {
         match (&self.failure, self.interrupted) {
             (Some(failure), _) => write!(f, "{failure}")?,
             (None, Some(signal)) if !self.others.is_empty() => write!(f, "ended by {}", signal_name(signal))?,
-            (None, _) if self.lost.is_empty() => write!(f, "all ranks ended well")?,
-            (None, _) => write!(f, "all other ranks ended well")?,
+            (None, _) if (0..self.history.len()).any(|at| self.is_for_good(at)) => {
+                write!(f, "all other ranks ended well")?;
+            }
+            (None, _) => write!(f, "all ranks ended well")?,
         }
-        for (rank, host, end) in &self.lost {
-            write!(f, "\n  rank {rank} on {host} {}, and the others went on without it", Words(*end))?;
+        if let Some(why) = &self.too_few {
+            write!(f, ": {why}")?;
+        }
+        if let Some(grace) = self.overdue {
+            write!(f, ", and those that had not ended after {} s were killed", grace.as_secs_f64())?;
         }
         if let Some(Failure::Rank { rank, .. }) = &self.failure {
             if self.last_lines.is_empty() {
@@ -131,6 +153,12 @@ impl fmt::Display for Report {
                 for line in &self.last_lines {
                     write!(f, "\n    [{rank}] {}", String::from_utf8_lossy(line))?;
                 }
+            }
+        }
+        for (at, entry) in self.history.iter().enumerate() {
+            write!(f, "\n  {entry}")?;
+            if self.failure.is_none() && self.interrupted.is_none() && self.is_for_good(at) {
+                write!(f, ", and the others went on without it")?;
             }
         }
         if self.failure.is_some() {
@@ -157,19 +185,25 @@ impl fmt::Display for Failure {
             Self::Rank { rank, host, end } => write!(f, "rank {rank} on {host} {}", Words(*end)),
             Self::NotStarted { rank, host, detail } => write!(f, "rank {rank} cannot be started on {host}: {detail}"),
             Self::AgentLost { host, ranks, detail } => {
-                write!(
-                    f,
-                    "lost the agent on {host} (ranks {} to {}): {detail}",
-                    ranks.start,
-                    ranks.end.saturating_sub(1)
-                )
+                write!(f, "lost the agent on {host} ({}): {detail}", numbers(ranks))
             }
+            Self::NobodyLeft { detail } => write!(f, "no rank is left: {detail}"),
         }
     }
 }
 
+/// Ranks in words, from their numbers in order.
+fn numbers(ranks: &[u32]) -> String {
+    match ranks {
+        [] => "no ranks".to_owned(),
+        [one] => format!("rank {one}"),
+        [first, .., last] if (last - first) as usize == ranks.len() - 1 => format!("ranks {first} to {last}"),
+        several => format!("ranks {}", several.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+    }
+}
+
 /// An end in words.
-struct Words(End);
+pub(super) struct Words(pub(super) End);
 
 impl fmt::Display for Words {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -214,6 +248,30 @@ mod tests {
         assert!(text.contains("afterwards: rank 1 exited with code 1"), "{text}");
         assert!(text.contains("ended by gradwire: ranks 0, 3"), "{text}");
         assert!(failed(End::Signal(11)).to_string().contains("was killed by SIGSEGV"));
+    }
+
+    #[test]
+    fn ranks_are_named_one_by_one_or_as_a_range() {
+        assert_eq!(numbers(&[3]), "rank 3");
+        assert_eq!(numbers(&[3, 4, 5]), "ranks 3 to 5");
+        assert_eq!(numbers(&[0, 2, 3]), "ranks 0, 2, 3");
+    }
+
+    #[test]
+    fn only_a_loss_that_the_others_survived_is_said_to_be_one() {
+        let entry =
+            |event, rank| Entry { ms: 1234, event, rank, host: "a".to_owned(), reason: Some("broke".to_owned()) };
+        let history = vec![entry(Happening::Lost, 2), entry(Happening::Restarted, 2), entry(Happening::Lost, 1)];
+        let mut report = Report { history, ..Report::default() };
+        let text = report.to_string();
+        let expected = "all other ranks ended well\n  after 1.2 s: rank 2 on a broke\n  after 1.2 s: rank 2 was started \
+                        again on a (broke)\n  after 1.2 s: rank 1 on a broke, and the others went on without it";
+        assert_eq!(text, expected);
+        report.failure = failed(End::Code(3)).failure;
+        report.too_few = Some("1 rank is left".to_owned());
+        let text = report.to_string();
+        assert!(text.starts_with("rank 2 on localhost exited with code 3: 1 rank is left\n"), "{text}");
+        assert!(!text.contains("went on"), "{text}");
     }
 
     #[test]

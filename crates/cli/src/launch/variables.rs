@@ -10,6 +10,7 @@ use gradwire_proto::secret::hex;
 
 use super::LaunchPlan;
 use super::agents::{AgentLink, RemoteOptions};
+use super::ranks::Spot;
 use super::report::LaunchError;
 use crate::agent::wire::{Hello, Plan};
 
@@ -36,16 +37,25 @@ impl Identity {
     }
 }
 
-/// The address under which all hosts of the job reach this one; none when there are no others.
-pub(super) fn own_address(agents: &[AgentLink], remote: &RemoteOptions) -> Result<Option<IpAddr>, LaunchError> {
-    let Some(agent) = agents.iter().find(|agent| !agent.placement.local) else { return Ok(None) };
+/// The address under which all hosts of the job reach this one; none when there are no others. Others may come later
+/// where the address is given.
+pub(super) fn own_address(
+    agents: &[AgentLink],
+    remote: &RemoteOptions,
+    others_may_come: bool,
+) -> Result<Option<IpAddr>, LaunchError> {
+    let other = agents.iter().find(|agent| !agent.host.local);
+    if other.is_none() && !others_may_come {
+        return Ok(None);
+    }
     if let Some(address) = remote.address {
         return match TcpListener::bind((address, 0)) {
             Ok(_) => Ok(Some(address)),
             Err(error) => Err(LaunchError::usage(format!("--address {address} is not one of this machine: {error}"))),
         };
     }
-    let host = &agent.placement.host;
+    let Some(agent) = other else { return Ok(None) };
+    let host = &agent.host.name;
     let seen = agent.hello.as_ref().and_then(ssh_addresses).map(|(own, _)| own);
     seen.or_else(|| towards(host)).filter(|address| TcpListener::bind((*address, 0)).is_ok()).map(Some).ok_or_else(
         || {
@@ -75,31 +85,64 @@ fn towards(host: &str) -> Option<IpAddr> {
     socket.local_addr().ok().map(|address| address.ip())
 }
 
-/// What every agent is to start, in the order of the agents.
-pub(super) fn plans(
-    plan: &LaunchPlan,
-    identity: &Identity,
-    broker: &BrokerAccess,
-    agents: &[AgentLink],
+/// What agents need to know to start ranks, at the job's start and later. Holds the secret.
+pub(super) struct Recipe {
+    common: Plan,
     own: Option<IpAddr>,
-) -> Result<Vec<Plan>, LaunchError> {
-    let directory = match &plan.directory {
-        Some(directory) => std::path::absolute(directory),
-        None => std::env::current_dir(),
-    };
-    let directory =
-        directory.map_err(|error| LaunchError::failed(format!("the present directory is gone: {error}")))?;
-    let common = common_variables(plan, identity, broker, agents, own);
-    let plans = agents.iter().map(|agent| {
-        let ranks = agent.ranks().map(|rank| (rank, rank_variables(agent, rank, own))).collect();
-        Plan {
+}
+
+impl Recipe {
+    pub(super) fn new(
+        plan: &LaunchPlan,
+        identity: &Identity,
+        broker: &BrokerAccess,
+        agents: &[AgentLink],
+        own: Option<IpAddr>,
+    ) -> Result<Self, LaunchError> {
+        let directory = match &plan.directory {
+            Some(directory) => std::path::absolute(directory),
+            None => std::env::current_dir(),
+        };
+        let directory =
+            directory.map_err(|error| LaunchError::failed(format!("the present directory is gone: {error}")))?;
+        let variables = common_variables(plan, identity, broker, agents, own);
+        let common = Plan {
             command: plan.command.iter().map(|part| part.as_bytes().to_vec()).collect(),
             directory: directory.as_os_str().as_bytes().to_vec(),
-            variables: common.iter().map(|(n, v)| (n.as_bytes().to_vec(), v.as_bytes().to_vec())).collect(),
-            ranks,
+            variables: variables.iter().map(|(n, v)| (n.as_bytes().to_vec(), v.as_bytes().to_vec())).collect(),
+            ranks: Vec::new(),
+        };
+        Ok(Self { common, own })
+    }
+
+    /// The plan for ranks of one agent, on a host where so many were to be from the start: each with its place and how
+    /// often it was started before.
+    pub(super) fn plan(&self, index: usize, agent: &AgentLink, local: u32, ranks: &[(u32, Spot, u32)]) -> Plan {
+        let ranks = ranks.iter().map(|(rank, spot, restart)| {
+            let mut variables = self.place_variables(agent, local, *rank, *spot);
+            variables.push(("GRADWIRE_AGENT".to_owned(), index.to_string()));
+            variables.push(("GRADWIRE_RESTART".to_owned(), restart.to_string()));
+            (*rank, variables)
+        });
+        Plan { ranks: ranks.collect(), ..self.common.clone() }
+    }
+
+    fn place_variables(&self, agent: &AgentLink, local: u32, rank: u32, spot: Spot) -> Vec<(String, String)> {
+        let mut variables = vec![
+            ("RANK".to_owned(), rank.to_string()),
+            ("LOCAL_RANK".to_owned(), spot.slot.to_string()),
+            ("LOCAL_WORLD_SIZE".to_owned(), local.max(spot.slot + 1).to_string()),
+        ];
+        // With several hosts each rank advertises the address under which its host was reached.
+        let chosen = ["GRADWIRE_ADDRESS", "GRADWIRE_INTERFACE"].iter().any(|name| std::env::var_os(name).is_some());
+        if self.own.is_some() && !chosen {
+            let address = host_address(agent, self.own);
+            if address.parse::<IpAddr>().is_ok() {
+                variables.push(("GRADWIRE_ADDRESS".to_owned(), address));
+            }
         }
-    });
-    Ok(plans.collect())
+        variables
+    }
 }
 
 fn common_variables(
@@ -135,10 +178,13 @@ fn common_variables(
         set("GRADWIRE_WIRE", wire.as_str());
     }
     if let Some(least) = plan.ranks_min {
-        if std::env::var_os("GRADWIRE_RECOVERY").is_none() {
+        if crate::job::variable("GRADWIRE_RECOVERY").is_none() {
             set("GRADWIRE_RECOVERY", "redo");
         }
         set("GRADWIRE_RANKS_MIN", &least.to_string());
+    }
+    if let Some(most) = plan.ranks_max {
+        set("GRADWIRE_RANKS_MAX", &most.to_string());
     }
     variables.extend(plan.env.iter().cloned());
     variables
@@ -149,31 +195,12 @@ fn is_given(name: &OsString) -> bool {
     ["GRADWIRE_SECRET_FILE", "GRADWIRE_SSH", "GRADWIRE_REMOTE"].iter().any(|given| name == given)
 }
 
-fn rank_variables(agent: &AgentLink, rank: u32, own: Option<IpAddr>) -> Vec<(String, String)> {
-    let mut variables = vec![
-        ("RANK".to_owned(), rank.to_string()),
-        ("LOCAL_RANK".to_owned(), (rank - agent.placement.first).to_string()),
-        ("LOCAL_WORLD_SIZE".to_owned(), agent.placement.count.to_string()),
-    ];
-    // With several hosts each rank advertises the address under which its host was reached.
-    if own.is_some()
-        && std::env::var_os("GRADWIRE_ADDRESS").is_none()
-        && std::env::var_os("GRADWIRE_INTERFACE").is_none()
-    {
-        let address = host_address(agent, own);
-        if address.parse::<IpAddr>().is_ok() {
-            variables.push(("GRADWIRE_ADDRESS".to_owned(), address));
-        }
-    }
-    variables
-}
-
 /// The address, or else the name, under which the other hosts reach this agent's host.
 fn host_address(agent: &AgentLink, own: Option<IpAddr>) -> String {
-    if agent.placement.local {
+    if agent.host.local {
         return own.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)).to_string();
     }
-    let host = &agent.placement.host;
+    let host = &agent.host.name;
     let name = host.rsplit_once('@').map_or(host.as_str(), |(_, name)| name);
     match agent.hello.as_ref().and_then(ssh_addresses) {
         Some((_, theirs)) => theirs.to_string(),

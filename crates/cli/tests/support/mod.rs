@@ -6,6 +6,7 @@ use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,8 +42,9 @@ pub(crate) struct Launcher {
     marker: String,
     started: Instant,
     lines: Receiver<String>,
+    said: Arc<Mutex<Vec<u8>>>,
     stdout: Option<thread::JoinHandle<Vec<u8>>>,
-    stderr: Option<thread::JoinHandle<String>>,
+    stderr: Option<thread::JoinHandle<()>>,
 }
 
 /// A `gradwire` command, without what an outer job may have set.
@@ -87,12 +89,15 @@ impl Launcher {
             }
         });
         let mut stderr = child.stderr.take().unwrap();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&said);
         let stderr = thread::spawn(move || {
-            let mut bytes = Vec::new();
-            let _ = stderr.read_to_end(&mut bytes);
-            String::from_utf8_lossy(&bytes).into_owned()
+            let mut piece = [0; 4096];
+            while let Ok(count @ 1..) = stderr.read(&mut piece) {
+                heard.lock().unwrap().extend_from_slice(&piece[..count]);
+            }
         });
-        Self { child, marker, started: Instant::now(), lines, stdout: Some(stdout), stderr: Some(stderr) }
+        Self { child, marker, started: Instant::now(), lines, said, stdout: Some(stdout), stderr: Some(stderr) }
     }
 
     pub(crate) fn pid(&self) -> i32 {
@@ -108,6 +113,15 @@ impl Launcher {
                 return line;
             }
         }
+    }
+
+    /// Waits until standard error contains this.
+    pub(crate) fn await_error(&self, text: &str) {
+        await_condition(text, || self.errors().contains(text).then_some(()));
+    }
+
+    fn errors(&self) -> String {
+        String::from_utf8_lossy(&self.said.lock().unwrap()).into_owned()
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -141,7 +155,8 @@ impl Launcher {
         }
         await_condition("every process of the job ends", left);
         let stdout = self.stdout.take().unwrap().join().unwrap();
-        let stderr = self.stderr.take().unwrap().join().unwrap();
+        self.stderr.take().unwrap().join().unwrap();
+        let stderr = self.errors();
         Outcome { status, stdout, stderr, took }
     }
 }
