@@ -71,11 +71,15 @@ pub enum FaultKind {
     Unrecorded = 28,
     /// A rank was lost in this step, which is to be repeated from its beginning.
     StepAborted = 29,
+    /// The state could not be saved, on any rank. Everything else goes on.
+    NotSaved = 30,
+    /// A saved state is damaged, or not one that can be restored here.
+    NotRestored = 31,
 }
 
 impl FaultKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 31] = [
         Self::InvalidArgument,
         Self::UndeclaredTensor,
         Self::TensorBusy,
@@ -105,6 +109,8 @@ impl FaultKind {
         Self::Diverged,
         Self::Unrecorded,
         Self::StepAborted,
+        Self::NotSaved,
+        Self::NotRestored,
     ];
 
     /// The kind with this code.
@@ -117,7 +123,12 @@ impl FaultKind {
     #[must_use]
     pub const fn scope(self) -> Scope {
         match self {
-            Self::InvalidArgument | Self::UndeclaredTensor | Self::TensorBusy | Self::Closed => Scope::Operation,
+            Self::InvalidArgument
+            | Self::UndeclaredTensor
+            | Self::TensorBusy
+            | Self::Closed
+            | Self::NotSaved
+            | Self::NotRestored => Scope::Operation,
             Self::ProtocolViolation | Self::IntegrityExhausted => Scope::Link,
             Self::RankDied | Self::RankLeft | Self::AddressUnreachable => Scope::Peer,
             Self::NotOffered | Self::DeadlineExceeded | Self::Cancelled => Scope::Step,
