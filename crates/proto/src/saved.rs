@@ -40,7 +40,9 @@ pub enum SavedError {
     #[error("it is no file of gradwire's of this kind")]
     Foreign,
     /// It is of another version.
-    #[error("it has version {0} of the format, but this release reads version {SAVED_VERSION}: use the release that wrote it, or a newer one")]
+    #[error(
+        "it has version {0} of the format, but this release reads version {SAVED_VERSION}: use the release that wrote it, or a newer one"
+    )]
     Version(u16),
     /// Its checksum is not that of its bytes.
     #[error("its checksum is not that of its bytes: it is damaged or cut off")]

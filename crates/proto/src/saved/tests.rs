@@ -3,7 +3,7 @@ use alloc::vec;
 
 use super::*;
 
-pub(super) fn manifest() -> SavedManifest {
+fn manifest() -> SavedManifest {
     let cut = Cut { state_bytes: 9000, piece_bytes: 4096, shards: 2 };
     let shard = |index: u32, rank| SavedShard { rank: Rank(rank), file_bytes: cut.file_bytes(index), seal: 7 + index };
     SavedManifest {
@@ -43,7 +43,7 @@ fn shares_are_whole_pieces_that_cover_the_state_once() {
             for index in 0..shards {
                 let share = cut.share(index);
                 assert_eq!(share.start, at);
-                assert!(share.start % 4096 == 0 || share.start == state_bytes);
+                assert!(share.start.is_multiple_of(4096) || share.start == state_bytes);
                 at = share.end;
                 pieces.push(cut.pieces(index));
             }
@@ -72,11 +72,9 @@ fn a_manifest_is_read_as_it_was_written_and_every_changed_bit_is_refused() {
 fn what_a_later_release_added_is_refused_unless_it_is_empty() {
     let section = |kind: u16, body: &'static [u8]| {
         resealed(|bytes| {
-            let count = bytes.iter().rposition(|byte| *byte == 1).map(|_| ()).is_some();
-            assert!(count);
-            // The number of sections stands before the first one, which is of kind 1 and begins with 3 parts.
-            let parts = bytes.windows(6).rposition(|window| window == [2, 0, 0, 0, 1, 0]).expect("two sections");
-            bytes[parts] = 3;
+            // The number of sections stands in front of the first one, which is of kind 1.
+            let sections = bytes.windows(6).rposition(|window| window == [2, 0, 0, 0, 1, 0]).expect("two sections");
+            bytes[sections] = 3;
             bytes.extend(kind.to_le_bytes());
             bytes.extend((body.len() as u64).to_le_bytes());
             bytes.extend(body);
@@ -105,7 +103,8 @@ fn other_versions_and_other_files_are_told_apart_from_damage() {
 
 #[test]
 fn what_cannot_be_is_refused_by_writers_and_readers() {
-    let changes: [(&str, fn(&mut SavedManifest)); 6] = [
+    type Change = fn(&mut SavedManifest);
+    let changes: [(&str, Change); 6] = [
         ("two parts of the state are called 'seed'", |it| it.parts[0].name = "seed".into()),
         ("has no name", |it| it.parts[0].name.clear()),
         ("bytes; at most", |it| it.parts[0].bytes = u64::MAX),
