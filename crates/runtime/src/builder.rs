@@ -16,6 +16,7 @@ use gradwire_transport::mesh::{Choice, MeshConfig};
 use rustix::process::{Resource, Rlimit};
 
 use crate::driver::Driver;
+use crate::durable::SaveIdentity;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, Identity};
@@ -24,6 +25,8 @@ use crate::types::{Integrity, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
+/// How many saves are kept, unless something else is said.
+const SAVES_KEPT_DEFAULT: usize = 2;
 /// Longer deadlines are taken as this: a year.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
@@ -40,6 +43,7 @@ pub struct Builder {
     first_step: Step,
     recovery: Recovery,
     ranks_min: u32,
+    saves_kept: usize,
 }
 
 impl Builder {
@@ -96,6 +100,7 @@ impl Builder {
             first_step,
             recovery,
             ranks_min,
+            saves_kept: SAVES_KEPT_DEFAULT,
         })
     }
 
@@ -168,6 +173,14 @@ impl Builder {
         self
     }
 
+    /// How many saves stay in a directory, the new one included ([`Group::save`]): 2 by default, 1 at least. With one
+    /// there is nothing to go back to when it is damaged later.
+    #[must_use]
+    pub const fn saves_kept(mut self, saves: usize) -> Self {
+        self.saves_kept = saves;
+        self
+    }
+
     /// Joins the job. Every rank must do so before the deadline.
     ///
     /// # Errors
@@ -217,6 +230,7 @@ impl Builder {
                 control.report(fault);
             }
         })?;
+        let saves = self.save_identity(&place);
         let mut guard = place.guard;
         guard.all_joined();
         let config = SessionConfig {
@@ -230,7 +244,15 @@ impl Builder {
             // A rank on its own has nobody to lose.
             recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
         };
-        self.assemble(config, Box::new(links), control, Some(guard), crowded)
+        self.assemble(config, Box::new(links), control, Some(guard), crowded, saves)
+    }
+
+    fn save_identity(&self, place: &Place) -> SaveIdentity {
+        SaveIdentity {
+            job: if place.has_given_name() { place.job.to_string() } else { String::new() },
+            model_version: place.model_version.as_ref().map(ToString::to_string).unwrap_or_default(),
+            keep: self.saves_kept.max(1),
+        }
     }
 
     fn join_request(&self, place: &Place, listeners: &Listeners) -> Result<JoinRequest, Fault> {
@@ -264,6 +286,7 @@ impl Builder {
         control: Option<Arc<ControlPlane>>,
         guard: Option<Guard>,
         crowded: bool,
+        saves: SaveIdentity,
     ) -> Result<Group, Fault> {
         let identity = Identity {
             rank: config.rank,
@@ -280,7 +303,7 @@ impl Builder {
         let engine = EngineConfig { session: config, integrity: self.integrity, retained };
         let engine = Engine::new(engine, transport);
         let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
-        Group::new(identity, driver, thread, control, guard)
+        Group::new(identity, driver, thread, control, guard, saves)
     }
 
     /// A group over links that a test made: no place.
@@ -303,7 +326,8 @@ impl Builder {
             copies: self.retain_steps > 0 && control.is_some(),
             recovery: self.recovery,
         };
-        self.assemble(config, transport, control, None, true)
+        let saves = SaveIdentity { keep: self.saves_kept.max(1), ..SaveIdentity::default() };
+        self.assemble(config, transport, control, None, true, saves)
     }
 
     /// Defaults, for [`Builder::over`].
@@ -321,6 +345,7 @@ impl Builder {
             first_step: Step(0),
             recovery: Recovery::Fail,
             ranks_min: 1,
+            saves_kept: SAVES_KEPT_DEFAULT,
         }
     }
 }

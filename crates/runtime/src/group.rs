@@ -15,6 +15,7 @@ use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, 
 use gradwire_transport::{Buffer, Element};
 
 use crate::driver::Driver;
+use crate::durable::{Durable, SaveIdentity};
 use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
@@ -31,13 +32,14 @@ const FAREWELL_MAX: Duration = Duration::from_secs(2);
 /// All methods may be called from any thread. Dropping the group leaves the job in good order, as [`Group::close`]
 /// does, without a word about what went wrong.
 pub struct Group {
-    driver: Arc<Driver>,
+    pub(crate) driver: Arc<Driver>,
     thread: Option<JoinHandle<()>>,
     control: Option<Arc<ControlPlane>>,
-    identity: Identity,
+    pub(crate) identity: Identity,
     barrier: Option<Tensor>,
+    pub(crate) durable: Durable,
     transport: String,
-    commits: AtomicU64,
+    pub(crate) commits: AtomicU64,
     versions_dropped: AtomicU64,
     /// Keeps the job's rendezvous, where this process serves it, until the group is gone.
     guard: Option<Guard>,
@@ -68,6 +70,7 @@ impl Group {
         thread: JoinHandle<()>,
         control: Option<Arc<ControlPlane>>,
         guard: Option<Guard>,
+        saves: SaveIdentity,
     ) -> Result<Self, Fault> {
         let transport = driver.with_engine(|engine| engine.transport_names().join("+"));
         let mut group = Self {
@@ -76,13 +79,17 @@ impl Group {
             control,
             identity,
             barrier: None,
+            durable: Durable::new(Vec::new(), saves.clone()),
             transport: if transport.is_empty() { "local".into() } else { transport },
             commits: AtomicU64::new(identity.first_step.0),
             versions_dropped: AtomicU64::new(0),
             guard,
         };
         let barrier = TensorSpec::new(BARRIER, &[0], gradwire_proto::DType::F32);
-        group.barrier = group.declare_any(&[barrier])?.pop();
+        let specs: Vec<TensorSpec> = Durable::specs().chain([barrier]).collect();
+        let mut tensors = group.declare_any(&specs)?;
+        group.barrier = tensors.pop();
+        group.durable = Durable::new(tensors, saves);
         Ok(group)
     }
 
@@ -322,6 +329,7 @@ impl Group {
         let replaced = replaced
             .into_iter()
             .map(|(id, output, outcome)| Replaced { tensor: tensor(id), output, outcome })
+            .filter(|replaced| !replaced.tensor.name().starts_with(RESERVED_PREFIX))
             .collect();
         Ok(Commit { version: Version { epoch, step }, contributors, replaced })
     }
