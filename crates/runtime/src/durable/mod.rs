@@ -28,7 +28,7 @@
 //! }
 //!
 //! let mut model = Model { weights: vec![0; 4096], seed: [7; 8] };
-//! let saves = Path::new("/shared/digits");
+//! let saves = Path::new("/data/digits");
 //! let mut builder = Builder::from_env()?;
 //! let saved = SavedState::latest(saves)?; // None: nothing was saved yet
 //! if let Some(saved) = &saved {
