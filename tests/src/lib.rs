@@ -3,6 +3,7 @@
 //! A rank is the binary `e2e-rank` with the name of a scenario. It ends with one line on standard output: `ok ...`, or
 //! `fault KIND rank=R tensor=T: TEXT`.
 
+pub mod model;
 pub mod sys;
 
 use std::collections::BTreeMap;

@@ -73,11 +73,15 @@ pub enum FaultKind {
     StepAborted = 29,
     /// A peer is in another epoch.
     EpochMismatch = 30,
+    /// The state could not be saved, on any rank. Everything else goes on.
+    NotSaved = 31,
+    /// A saved state is damaged, or not one that can be restored here.
+    NotRestored = 32,
 }
 
 impl FaultKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 32] = [
         Self::InvalidArgument,
         Self::UndeclaredTensor,
         Self::TensorBusy,
@@ -108,6 +112,8 @@ impl FaultKind {
         Self::Unrecorded,
         Self::StepAborted,
         Self::EpochMismatch,
+        Self::NotSaved,
+        Self::NotRestored,
     ];
 
     /// The kind with this code.
@@ -120,7 +126,12 @@ impl FaultKind {
     #[must_use]
     pub const fn scope(self) -> Scope {
         match self {
-            Self::InvalidArgument | Self::UndeclaredTensor | Self::TensorBusy | Self::Closed => Scope::Operation,
+            Self::InvalidArgument
+            | Self::UndeclaredTensor
+            | Self::TensorBusy
+            | Self::Closed
+            | Self::NotSaved
+            | Self::NotRestored => Scope::Operation,
             Self::ProtocolViolation | Self::IntegrityExhausted | Self::EpochMismatch => Scope::Link,
             Self::RankDied | Self::RankLeft | Self::AddressUnreachable => Scope::Peer,
             Self::NotOffered | Self::DeadlineExceeded | Self::Cancelled => Scope::Step,

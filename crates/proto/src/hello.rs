@@ -45,7 +45,7 @@ pub enum Purpose {
     /// The exchange between members of an epoch.
     #[default]
     Link = 0,
-    /// A process that is no member yet gets what it needs to become one (docs/wire.md, section 11). Epoch and world size
+    /// A process that is no member yet gets what it needs to become one (docs/wire.md, section 12). Epoch and world size
     /// need not agree.
     State = 1,
 }

@@ -21,6 +21,7 @@ pub mod member;
 pub mod membership;
 pub mod plan;
 pub mod rounds;
+pub mod saved;
 pub mod secret;
 pub mod session;
 pub mod transfer;

@@ -26,6 +26,14 @@ pub const MESSAGE_BYTES_MAX: usize = 4096;
 pub const MESSAGE_BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX - FRAME_HEADER_BYTES;
 /// Most bytes of declarations that one rank may send in one round.
 pub const MANIFEST_BYTES_MAX: usize = 256 << 20;
+/// Most bytes of a trainer's state that is saved: a number of pieces times a number of ranks stays far from overflow.
+pub const SAVED_BYTES_MAX: u64 = 1 << 50;
+/// Smallest and largest piece of a saved state. Each has one checksum, and is read into memory as a whole.
+pub const SAVED_PIECE_BYTES_MIN: u32 = 4096;
+/// See [`SAVED_PIECE_BYTES_MIN`].
+pub const SAVED_PIECE_BYTES_MAX: u32 = 64 << 20;
+/// Longest name of a job or of a model's version in a saved state.
+pub const SAVED_NAME_BYTES_MAX: usize = 64;
 /// Longest detail text in a fault that is passed on to peers.
 pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
 /// Most shards that a model has in the federated mode.
@@ -39,5 +47,6 @@ pub const ROUNDS_KEPT: usize = 64;
 
 const _: () = assert!(SHARD_ELEMENTS_MAX.is_multiple_of(SHARD_ELEMENTS_MULTIPLE));
 const _: () = assert!(SHARD_ELEMENTS_MAX * 8 <= u32::MAX as u64);
+const _: () = assert!(SAVED_BYTES_MAX / SAVED_PIECE_BYTES_MIN as u64 <= u64::MAX / WORLD_SIZE_MAX as u64);
 const _: () = assert!(FAULT_DETAIL_BYTES_MAX + TENSOR_NAME_BYTES_MAX + 64 <= MESSAGE_BODY_BYTES_MAX);
 const _: () = assert!(TENSOR_NAME_BYTES_MAX + TENSOR_DIMENSIONS_MAX * 8 + 64 <= MESSAGE_BODY_BYTES_MAX);

@@ -1,4 +1,4 @@
-//! How a process that joins a running job gets what it needs from the members (docs/wire.md, section 11).
+//! How a process that joins a running job gets what it needs from the members (docs/wire.md, section 12).
 //!
 //! The newcomer asks, a member gives, over a stream of frames of the kinds [`Ask`](crate::frame::FrameKind::Ask) and
 //! [`Give`](crate::frame::FrameKind::Give). Here are the bodies; no IO.

@@ -11,6 +11,7 @@ use gradwire_proto::hello::{Handshake, HelloParams, Purpose};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
 use gradwire_proto::manifest::{Declaration, Manifest};
 use gradwire_proto::member::{Endpoint, HostId};
+use gradwire_proto::saved::{SavedManifest, SavedPart, SavedShard, ShardHeader};
 use gradwire_proto::secret::hex;
 use gradwire_proto::wire::Reader;
 use gradwire_proto::{
@@ -212,7 +213,7 @@ fn every_golden_block_of_this_crate_is_tested() {
         .iter()
         .map(|(name, ..)| *name)
         .chain(["hello-dialer", "hello-acceptor", "hello-claim", "hello-welcome", "hello-epoch", "hello-refused"])
-        .chain(["fault", "manifest", "endpoint"])
+        .chain(["fault", "manifest", "endpoint", "saved-manifest", "saved-shard"])
         .collect();
     // The other crates test the sections that they own.
     let elsewhere = ["control-", "federated-", "tcp-", "shm-"];
@@ -282,4 +283,45 @@ fn fault_manifest_and_endpoint_are_golden() {
     endpoint.encode(&mut bytes);
     assert_golden(&blocks, "endpoint", &bytes);
     assert_eq!(Endpoint::decode(&mut Reader::new(&from_hex(&blocks["endpoint"]))), Ok(endpoint));
+}
+
+fn saved() -> SavedManifest {
+    let part = |name: &str, bytes| SavedPart { name: name.into(), bytes };
+    let mut manifest = SavedManifest {
+        sequence: 12,
+        id: std::array::from_fn(|i| i as u8 + 16),
+        step: Step(600),
+        epoch: Epoch(2),
+        world_size: 3,
+        job: "digits".into(),
+        model_version: String::new(),
+        piece_bytes: 4 << 20,
+        parts: vec![part("weights", 16), part("seed", 8)],
+        shards: [0, 2].map(|rank| SavedShard { rank: Rank(rank), file_bytes: 0, seal: 0 }).to_vec(),
+    };
+    let crc = payload_crc(&saved_data()).to_le_bytes();
+    for (index, checksums) in [(0, &[][..]), (1, &crc[..])] {
+        let header = manifest.shard_header(index);
+        let file_bytes = manifest.cut().file_bytes(index);
+        manifest.shards[index as usize] = SavedShard { file_bytes, seal: header.seal(checksums), rank: header.rank };
+    }
+    manifest
+}
+
+fn saved_data() -> Vec<u8> {
+    (0..24).collect()
+}
+
+#[test]
+fn a_saved_state_is_golden() {
+    let blocks = document();
+    let manifest = saved();
+    assert_golden(&blocks, "saved-manifest", &manifest.encode().expect("it is within the limits"));
+    assert_eq!(SavedManifest::decode(&from_hex(&blocks["saved-manifest"])), Ok(manifest.clone()));
+    let (header, data) = (manifest.shard_header(1), saved_data());
+    let crc = payload_crc(&data).to_le_bytes();
+    let shard = [&header.encode()[..], &data, &crc, &header.seal(&crc).to_le_bytes()].concat();
+    assert_golden(&blocks, "saved-shard", &shard);
+    assert_eq!(manifest.shards[1].file_bytes, shard.len() as u64);
+    assert_eq!(ShardHeader::decode(&from_hex(&blocks["saved-shard"])[..64]), Ok(header));
 }

@@ -7,6 +7,7 @@ use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
 use gradwire_proto::hello::{Handshake, HelloParams, Purpose};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::member::{Endpoint, HostId};
+use gradwire_proto::saved::{Cut, SavedManifest, SavedPart, SavedShard};
 use gradwire_proto::wire::Reader;
 use gradwire_proto::{
     Attempt, BucketId, Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, RegionKey, Secret, Step, UnitIndex,
@@ -109,6 +110,25 @@ fn manifest() -> impl Strategy<Value = Manifest> {
     })
 }
 
+prop_compose! {
+    fn saved()(
+        parts in btree_map(".{1,60}", 0_u64..1 << 34, 0..20),
+        ranks in prop::collection::btree_set(0_u32..1024, 1..9),
+        (sequence, id, step, epoch) in any::<(u64, [u8; 16], u64, u64)>(),
+        (world_size, seal) in any::<(u32, u32)>(),
+        (job, model_version) in ("[a-z0-9-]{0,64}", "[a-z0-9-]{0,64}"),
+        piece_bytes in 4096_u32..=64 << 20,
+    ) -> SavedManifest {
+        let cut = Cut { state_bytes: parts.values().sum(), piece_bytes, shards: ranks.len() as u32 };
+        let shard = |(index, rank)| SavedShard { rank: Rank(rank), file_bytes: cut.file_bytes(index), seal };
+        SavedManifest {
+            sequence, id, step: Step(step), epoch: Epoch(epoch), world_size, job, model_version, piece_bytes,
+            parts: parts.into_iter().map(|(name, bytes)| SavedPart { name, bytes }).collect(),
+            shards: (0..).zip(ranks).map(shard).collect(),
+        }
+    }
+}
+
 fn fault_bytes(fault: &Fault) -> Vec<u8> {
     let mut out = Vec::new();
     fault.encode(&mut out);
@@ -165,8 +185,9 @@ fn mutate(mut bytes: Vec<u8>, mutations: &[Mutation]) -> Vec<u8> {
 proptest! {
     #[test]
     fn what_is_encoded_is_decoded(
-        header in frame_header(), fault in fault(), endpoint in endpoint(), manifest in manifest(),
+        header in frame_header(), fault in fault(), endpoint in endpoint(), manifest in manifest(), saved in saved(),
     ) {
+        prop_assert_eq!(SavedManifest::decode(&saved.encode().expect("within the limits")), Ok(saved));
         prop_assert_eq!(FrameHeader::decode(&header.encode(&entry::JOB), &entry::JOB), Ok(header));
         prop_assert_eq!(Fault::decode(&fault_bytes(&fault)), Ok(fault));
         prop_assert_eq!(Endpoint::decode(&mut Reader::new(&endpoint_bytes(&endpoint))), Ok(endpoint));
@@ -187,6 +208,17 @@ proptest! {
         entry::endpoint(&bytes);
         entry::manifest(&bytes);
         entry::hello(&bytes);
+        entry::saved(&bytes);
+    }
+
+    #[test]
+    fn any_change_of_a_saved_states_manifest_is_refused(saved in saved(), mutations in mutations()) {
+        let bytes = saved.encode().expect("within the limits");
+        let changed = mutate(bytes.clone(), &mutations);
+        entry::saved(&changed);
+        prop_assert!(changed == bytes || SavedManifest::decode(&changed).is_err());
+        // As if it had been written so: the checksum made right.
+        entry::saved(&mutate(bytes[..bytes.len() - 4].to_vec(), &mutations));
     }
 
     #[test]

@@ -20,6 +20,7 @@ use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember};
 use rustix::process::{Resource, Rlimit};
 
 use crate::driver::Driver;
+use crate::durable::SaveIdentity;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, Identity};
@@ -31,6 +32,8 @@ use crate::types::{Integrity, TensorSpec, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
+/// How many saves are kept, unless something else is said.
+const SAVES_KEPT_DEFAULT: usize = 2;
 /// Longer deadlines are taken as this: a year.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
@@ -48,6 +51,7 @@ pub struct Builder {
     recovery: Recovery,
     ranks_min: u32,
     ranks_max: u32,
+    saves_kept: usize,
 }
 
 impl Builder {
@@ -100,6 +104,7 @@ impl Builder {
             recovery,
             ranks_min,
             ranks_max,
+            saves_kept: SAVES_KEPT_DEFAULT,
         })
     }
 
@@ -177,6 +182,14 @@ impl Builder {
     #[must_use]
     pub const fn first_step(mut self, step: Step) -> Self {
         self.first_step = step;
+        self
+    }
+
+    /// How many saves stay in a directory, the new one included ([`Group::save`]): 2 by default, 1 at least. With one
+    /// there is nothing to go back to when it is damaged later.
+    #[must_use]
+    pub const fn saves_kept(mut self, saves: usize) -> Self {
+        self.saves_kept = saves;
         self
     }
 
@@ -315,6 +328,7 @@ impl Builder {
             }
         })?;
         hello.epoch = view.epoch;
+        let saves = self.save_identity(&place);
         let mut guard = place.guard;
         guard.all_joined();
         let config = SessionConfig {
@@ -335,9 +349,18 @@ impl Builder {
             crowded: thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get()),
             processes: view.members.iter().map(|member| (member.rank, member.id)).collect(),
             declared,
+            saves,
             door: (self.recovery != Recovery::Fail).then_some((door, hello)),
         };
         self.assemble(config, parts)
+    }
+
+    fn save_identity(&self, place: &Place) -> SaveIdentity {
+        SaveIdentity {
+            job: if place.has_given_name() { place.job.to_string() } else { String::new() },
+            model_version: place.model_version.as_ref().map(ToString::to_string).unwrap_or_default(),
+            keep: self.saves_kept.max(1),
+        }
     }
 
     fn join_request(&self, place: &Place, listeners: &Listeners) -> Result<JoinRequest, Fault> {
@@ -367,7 +390,7 @@ impl Builder {
 
     /// A group over links that are up.
     fn assemble(&self, config: SessionConfig, parts: Parts) -> Result<Group, Fault> {
-        let Parts { transport, control, guard, crowded, processes, declared, door } = parts;
+        let Parts { transport, control, guard, crowded, processes, declared, saves, door } = parts;
         let identity = Identity {
             rank: config.rank,
             world_size: config.world_size,
@@ -409,7 +432,7 @@ impl Builder {
             }
             _ => None,
         };
-        Group::new(identity, driver, thread, control, guard, (keeper, holder), joins)
+        Group::new(identity, driver, thread, control, guard, saves, (keeper, holder), joins)
     }
 
     /// A group over links that a test made: no place.
@@ -432,9 +455,10 @@ impl Builder {
             copies: self.retain_steps > 0 && control.is_some(),
             recovery: self.recovery,
         };
+        let saves = SaveIdentity { keep: self.saves_kept.max(1), ..SaveIdentity::default() };
         let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [0; 16])).collect();
         let (guard, declared, door) = (None, None, None);
-        self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, door })
+        self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, saves, door })
     }
 
     /// Defaults, for [`Builder::over`].
@@ -453,6 +477,7 @@ impl Builder {
             recovery: Recovery::Fail,
             ranks_min: 1,
             ranks_max: 0,
+            saves_kept: SAVES_KEPT_DEFAULT,
         }
     }
 }
@@ -484,6 +509,7 @@ struct Parts {
     crowded: bool,
     processes: Vec<(Rank, RecordId)>,
     declared: Option<Vec<Vec<Declaration>>>,
+    saves: SaveIdentity,
     door: Option<(Door, HelloParams)>,
 }
 

@@ -189,6 +189,19 @@ pub struct Place {
     pub guard: Guard,
 }
 
+impl Place {
+    /// Whether somebody named the job. Where nobody did, it has another name in each launch.
+    #[must_use]
+    pub fn has_given_name(&self) -> bool {
+        self.job.as_str() != unnamed(&self.instance)
+    }
+}
+
+/// What a job is called to which nobody gave a name: `gradwire launch` calls it so too.
+fn unnamed(instance: &[u8; 16]) -> String {
+    format!("job-{}", hex(&instance[..4]))
+}
+
 /// What rank 0 keeps for the others: the embedded broker, where nobody gave one, and the file that tells them of it.
 /// Dropped, both are gone. On other ranks, and where the launcher gave everything, it holds nothing.
 #[derive(Debug, Default)]
@@ -245,7 +258,7 @@ pub fn discover(variables: Variables<'_>, wait: Duration) -> Result<Place, Fault
         world_size: position.world_size,
         local_rank: position.local_rank,
         local_world_size: position.local_world_size,
-        job: given.job.map_or_else(|| JobName::new(format!("job-{}", hex(&settled.instance[..4]))), Ok)?,
+        job: given.job.map_or_else(|| JobName::new(unnamed(&settled.instance)), Ok)?,
         model_version: given.model_version,
         tenant: given.tenant,
         instance: settled.instance,

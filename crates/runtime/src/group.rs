@@ -15,6 +15,7 @@ use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, 
 use gradwire_transport::{Buffer, Element};
 
 use crate::driver::Driver;
+use crate::durable::{Durable, SaveIdentity};
 use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
@@ -33,13 +34,14 @@ const FAREWELL_MAX: Duration = Duration::from_secs(2);
 /// All methods may be called from any thread. Dropping the group leaves the job in good order, as [`Group::close`]
 /// does, without a word about what went wrong.
 pub struct Group {
-    driver: Arc<Driver>,
+    pub(crate) driver: Arc<Driver>,
     thread: Option<JoinHandle<()>>,
     control: Option<Arc<ControlPlane>>,
-    identity: Identity,
+    pub(crate) identity: Identity,
     barrier: Option<Tensor>,
+    pub(crate) durable: Durable,
     transport: String,
-    commits: AtomicU64,
+    pub(crate) commits: AtomicU64,
     versions_dropped: AtomicU64,
     /// Lets newcomers in, and what they are given.
     door: (Option<DoorKeeper>, Option<Arc<Holder>>),
@@ -73,6 +75,7 @@ impl Group {
         thread: JoinHandle<()>,
         control: Option<Arc<ControlPlane>>,
         guard: Option<Guard>,
+        saves: SaveIdentity,
         door: (Option<DoorKeeper>, Option<Arc<Holder>>),
         joins: bool,
     ) -> Result<Self, Fault> {
@@ -83,19 +86,25 @@ impl Group {
             control,
             identity,
             barrier: None,
+            durable: Durable::new(Vec::new(), saves.clone()),
             transport: if transport.is_empty() { "local".into() } else { transport },
             commits: AtomicU64::new(identity.first_step.0),
             versions_dropped: AtomicU64::new(0),
             door,
             guard,
         };
-        group.barrier = if joins {
-            // It was declared when the job began.
-            Some(group.tensor(BARRIER)?)
+        if joins {
+            // They were declared when the job began.
+            group.barrier = Some(group.tensor(BARRIER)?);
+            let tensors = Durable::specs().map(|spec| group.tensor(spec.name())).collect::<Result<_, _>>()?;
+            group.durable = Durable::new(tensors, saves);
         } else {
             let barrier = TensorSpec::new(BARRIER, &[0], gradwire_proto::DType::F32);
-            group.declare_any(&[barrier])?.pop()
-        };
+            let specs: Vec<TensorSpec> = Durable::specs().chain([barrier]).collect();
+            let mut tensors = group.declare_any(&specs)?;
+            group.barrier = tensors.pop();
+            group.durable = Durable::new(tensors, saves);
+        }
         Ok(group)
     }
 
@@ -334,6 +343,7 @@ impl Group {
         let replaced = replaced
             .into_iter()
             .map(|(id, output, outcome)| Replaced { tensor: tensor(id), output, outcome })
+            .filter(|replaced| !replaced.tensor.name().starts_with(RESERVED_PREFIX))
             .collect();
         Ok(Commit { version: Version { epoch, step }, contributors, replaced })
     }

@@ -16,11 +16,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! What survives the end of all processes is saved with [`Group::save`]: see [`durable`].
+//!
 //! Start it on every rank with `gradwire launch`, `mpirun`, `srun` or `torchrun`.
 #![forbid(unsafe_code)]
 
 mod builder;
 mod driver;
+pub mod durable;
 mod engine;
 pub mod env;
 pub mod federated;

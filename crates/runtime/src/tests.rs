@@ -21,7 +21,7 @@ use gradwire_transport::tcp::TcpTransport;
 
 use crate::{Builder, Group, Stats, TensorSpec};
 
-fn tcp(world: u32) -> Vec<TcpTransport> {
+pub(crate) fn tcp(world: u32) -> Vec<TcpTransport> {
     let mut all: Vec<TcpTransport> = (0..world).map(|_| TcpTransport::new().expect("a transport")).collect();
     for low in 0..world {
         for high in low + 1..world {
@@ -60,12 +60,12 @@ fn shm(world: u32) -> Vec<ShmTransport> {
     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
 }
 
-fn boxed<T: Transport + 'static>(all: Vec<T>) -> Vec<Box<dyn Transport>> {
+pub(crate) fn boxed<T: Transport + 'static>(all: Vec<T>) -> Vec<Box<dyn Transport>> {
     all.into_iter().map(|transport| Box::new(transport) as Box<dyn Transport>).collect()
 }
 
 /// Runs `act` on a group of `world` ranks, each in its thread, and returns what they made of it, by rank.
-fn run<R: Send>(
+pub(crate) fn run<R: Send>(
     world: u32,
     transports: Vec<Box<dyn Transport>>,
     builder: impl Fn() -> Builder + Sync,

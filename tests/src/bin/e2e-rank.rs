@@ -28,6 +28,10 @@ fn main() -> ExitCode {
         "many-steps" => join().and_then(|group| many_steps(&group, argument(1))),
         "commits" => join().and_then(|group| commits(group, argument(1))),
         "recover" => join().and_then(|group| recover(group, argument(1))),
+        "durable" => builder().and_then(|builder| {
+            let number = |at: usize| argument(at).parse().expect("a number of steps");
+            gradwire_tests::model::train(builder, argument(1), number(2), number(3))
+        }),
         "large" => join().and_then(|group| large(&group)),
         other => panic!("there is no scenario '{other}'"),
     };

@@ -6,6 +6,7 @@ use gradwire_proto::hello::{HELLO_BYTES_MAX, Handshake, HelloParams, Purpose};
 use gradwire_proto::limits::{FRAME_HEADER_BYTES, MESSAGE_BODY_BYTES_MAX};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::member::{ADDRESSES_MAX, Endpoint};
+use gradwire_proto::saved::{SavedManifest, SavedPart, SavedShard, ShardHeader};
 use gradwire_proto::wire::Reader;
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret};
 
@@ -100,4 +101,38 @@ pub(crate) fn hello(bytes: &[u8]) {
         assert!(said <= 40 + 56, "said {said} bytes");
         assert_eq!(side.wanted(), 0);
     }
+}
+
+/// A saved state's manifest that is taken takes memory in proportion to its bytes, its shards cover the state, and it is
+/// written as it was read, but for empty sections of later releases. So is the front of a shard.
+pub(crate) fn saved(bytes: &[u8]) {
+    saved_manifest(bytes);
+    if let Some(front) = bytes.first_chunk::<64>()
+        && let Ok(header) = ShardHeader::decode(front)
+    {
+        assert_eq!(header.encode(), *front);
+    }
+    // With a checksum that is right, so that more than one in 2^32 gets past it.
+    let mut sealed = b"GWSM\x01\0\0\0".to_vec();
+    sealed.extend(bytes.get(8..).unwrap_or_default());
+    let crc = gradwire_proto::frame::payload_crc(&sealed);
+    sealed.extend(crc.to_le_bytes());
+    saved_manifest(&sealed);
+}
+
+fn saved_manifest(bytes: &[u8]) {
+    let Ok(manifest) = SavedManifest::decode(bytes) else { return };
+    let names: usize = manifest.parts.iter().map(|part| part.name.capacity()).sum();
+    let parts = manifest.parts.capacity() * size_of::<SavedPart>();
+    assert!(names + parts + manifest.shards.capacity() * size_of::<SavedShard>() <= 16 * bytes.len());
+    let (cut, mut end) = (manifest.cut(), 0);
+    for index in 0..manifest.shards.len() as u32 {
+        let share = cut.share(index);
+        assert_eq!((share.start, cut.file_bytes(index)), (end, manifest.shards[index as usize].file_bytes));
+        end = share.end;
+    }
+    assert_eq!(end, manifest.state_bytes());
+    let again = manifest.encode().expect("what was decoded is within the limits");
+    assert!(again.len() <= bytes.len());
+    assert_eq!(SavedManifest::decode(&again), Ok(manifest));
 }

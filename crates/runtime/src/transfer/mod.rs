@@ -1,4 +1,4 @@
-//! Giving a job's state to processes that join it while it runs (docs/wire.md, section 11).
+//! Giving a job's state to processes that join it while it runs (docs/wire.md, section 12).
 //!
 //! A newcomer gets the state as it was when some step became final ([`Holder`] keeps it, because the trainer changes it
 //! meanwhile), from several members at once, and then the results of all later steps, which it applies as the others
