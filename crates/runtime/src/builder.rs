@@ -23,7 +23,7 @@ use crate::driver::Driver;
 use crate::durable::SaveIdentity;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
-use crate::group::{Group, Identity};
+use crate::group::{Group, GroupParts, Identity};
 use crate::handle::Tensor;
 use crate::retained::Retained;
 use crate::state::Trainer;
@@ -432,7 +432,8 @@ impl Builder {
             }
             _ => None,
         };
-        Group::new(identity, driver, thread, control, guard, saves, (keeper, holder), joins)
+        let parts = GroupParts { control, guard, saves, door: (keeper, holder), joins };
+        Group::new(identity, driver, thread, parts)
     }
 
     /// A group over links that a test made: no place.

@@ -49,6 +49,16 @@ pub struct Group {
     guard: Option<Guard>,
 }
 
+/// What a group keeps and is told of.
+pub(crate) struct GroupParts {
+    pub(crate) control: Option<Arc<ControlPlane>>,
+    pub(crate) guard: Option<Guard>,
+    pub(crate) saves: SaveIdentity,
+    pub(crate) door: (Option<DoorKeeper>, Option<Arc<Holder>>),
+    /// It joins a running job: what gradwire itself needs was declared when that began.
+    pub(crate) joins: bool,
+}
+
 /// What does not change while the group lives.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Identity {
@@ -67,18 +77,14 @@ impl fmt::Debug for Group {
 }
 
 impl Group {
-    /// A group over an engine that drives already. Collective: declares what gradwire itself needs. `joins`: it joins a
-    /// running job, where that was done.
+    /// A group over an engine that drives already. Collective: declares what gradwire itself needs.
     pub(crate) fn new(
         identity: Identity,
         driver: Arc<Driver>,
         thread: JoinHandle<()>,
-        control: Option<Arc<ControlPlane>>,
-        guard: Option<Guard>,
-        saves: SaveIdentity,
-        door: (Option<DoorKeeper>, Option<Arc<Holder>>),
-        joins: bool,
+        parts: GroupParts,
     ) -> Result<Self, Fault> {
+        let GroupParts { control, guard, saves, door, joins } = parts;
         let transport = driver.with_engine(|engine| engine.transport_names().join("+"));
         let mut group = Self {
             driver,

@@ -16,6 +16,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! A rank that was lost can come back, and further ones join, while the others train: with [`Builder::join`] in place of
+//! [`Builder::connect`], and [`Group::offer_state`] at the beginning of each step.
+//!
 //! What survives the end of all processes is saved with [`Group::save`]: see [`durable`].
 //!
 //! Start it on every rank with `gradwire launch`, `mpirun`, `srun` or `torchrun`.

@@ -340,7 +340,7 @@ impl World {
         members.sort_unstable();
         let epoch = Epoch(epoch.0 + 1);
         let config = SessionConfig { rank: Rank(rank as u32), epoch, ..*self.nodes[0].session.config() };
-        let session = Session::newcomer(config, &members, &[self.declared.clone()]);
+        let session = Session::newcomer(config, &members, core::slice::from_ref(&self.declared));
         self.views.push((epoch, members, Some(Rank(rank as u32))));
         let node = Node::new(session, self.views.len(), None);
         if rank < self.nodes.len() {

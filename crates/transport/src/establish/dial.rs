@@ -20,6 +20,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer whose every address was refused or unreachable for so long is given up: it published them only after it
 /// listened there.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(3);
+/// How long a peer that is in another epoch is given to hear of ours.
+const EPOCH_PAUSE: Duration = Duration::from_millis(5);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(1);
 
@@ -184,9 +186,15 @@ impl Dial {
             }
             Progress::Failed(fault) => {
                 let text = fault.detail.clone();
-                // It may not have heard of this epoch yet.
-                let is_passing = fault.kind == FaultKind::EpochMismatch;
-                self.fail(Why { fault: Some(fault), text, is_passing }, now)
+                if fault.kind == FaultKind::EpochMismatch {
+                    // This is the way; but the peer may not have heard of this epoch yet.
+                    if let Some(failed) = self.routes.get_mut(self.next) {
+                        failed.why = Some(Why { fault: Some(fault), text, is_passing: true });
+                    }
+                    self.state = State::Resting { until: now + EPOCH_PAUSE };
+                    return Dialled::Pending;
+                }
+                self.fail(Why { fault: Some(fault), text, is_passing: false }, now)
             }
         }
     }

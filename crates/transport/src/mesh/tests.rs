@@ -382,7 +382,9 @@ fn a_newcomer_dials_everybody_and_is_let_in_at_the_door() {
             joins.join().expect("no panic")
         });
         let (zero, two) = (world.remove(0), world.remove(0));
-        all_talk(vec![Ok(zero.0), links, Ok(two.0)]);
+        let links = all_talk(vec![Ok(zero.0), links, Ok(two.0)]);
+        let name = if choice == Choice::Tcp { "tcp" } else { "shm" };
+        assert_eq!(names(&links[1], 3), [name, "none", name]);
     }
 }
 
