@@ -13,6 +13,7 @@ use gradwire_proto::manifest::{Declaration, Manifest};
 use gradwire_proto::member::{Endpoint, HostId};
 use gradwire_proto::saved::{SavedManifest, SavedPart, SavedShard, ShardHeader};
 use gradwire_proto::secret::hex;
+use gradwire_proto::transfer::{Ask, Given, No, Reason};
 use gradwire_proto::wire::Reader;
 use gradwire_proto::{
     Attempt, BucketId, Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, RegionKey, Secret, Step, UnitIndex,
@@ -111,6 +112,9 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
     manifest().encode(&mut piece).expect("it is within the limits");
     let whole = piece.len() as u32;
     let piece = &piece[32..];
+    let ask = Ask::Snapshot { commits: 9, seat: 1, holders: 3 }.encode();
+    let give = No { reason: Reason::TooLate, commits: 11, detail: "passed".to_owned() }.encode();
+    let checked = |kind| FrameHeader { flags: FLAG_CHECKED, epoch: Epoch(0), ..plain(kind) };
     let steps = [9_u64.to_le_bytes(), 12_u64.to_le_bytes()].concat();
     let empties = [&3u32.to_le_bytes()[..], &12u64.to_le_bytes()].concat();
     vec![
@@ -176,6 +180,15 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
             "frame-steps",
             with_body(FrameHeader { epoch: Epoch(2), step: Step(9), unit_count: 2, ..plain(FrameKind::Steps) }, &steps),
             steps.clone(),
+        ),
+        ("frame-ask", with_body(checked(FrameKind::Ask), &ask), ask.clone()),
+        (
+            "frame-give",
+            with_body(
+                FrameHeader { bucket: BucketId(Given::No as u32), unit_count: 1, ..checked(FrameKind::Give) },
+                &give,
+            ),
+            give.clone(),
         ),
     ]
 }

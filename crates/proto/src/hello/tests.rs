@@ -140,8 +140,8 @@ fn an_impostor_that_welcomes_without_the_secret_is_found_out() {
 fn another_epoch_world_or_target_is_named_with_both_values_on_both_sides() {
     let epoch = HelloParams { epoch: Epoch(5), ..params(PEER) };
     let (dialer, acceptor) = honest(&params(DIALER), &epoch);
-    assert_fault(dialer, FaultKind::WorldMismatch, Some(PEER), &["rank 1 is in epoch 5", "rank 2 is in epoch 1"]);
-    assert_fault(acceptor, FaultKind::WorldMismatch, Some(DIALER), &["rank 2 is in epoch 1", "rank 1 is in epoch 5"]);
+    assert_fault(dialer, FaultKind::EpochMismatch, Some(PEER), &["rank 1 is in epoch 5", "rank 2 is in epoch 1"]);
+    assert_fault(acceptor, FaultKind::EpochMismatch, Some(DIALER), &["rank 2 is in epoch 1", "rank 1 is in epoch 5"]);
 
     let world = HelloParams { world_size: 8, ..params(PEER) };
     let (dialer, acceptor) = honest(&params(DIALER), &world);

@@ -150,8 +150,12 @@ impl Session {
             return Some(Fault::new(FaultKind::RankDied, detail).at(rank));
         }
         if self.suspended {
-            let detail = "too few ranks were left to go on, and no others came in time: start more, or allow fewer";
-            return Some(Fault::new(FaultKind::DeadlineExceeded, detail));
+            let lost: Vec<Rank> = self.others().filter(|peer| self.peers[peer.index()].lost).collect();
+            let detail = format!(
+                "{} was lost, too few ranks were left to go on, and no others came in time: start more, or allow fewer",
+                name_ranks(lost.iter().copied())
+            );
+            return Some(at_first(Fault::new(FaultKind::RankDied, detail), &lost));
         }
         if !self.syncing {
             return None;
