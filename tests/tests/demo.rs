@@ -4,6 +4,9 @@ use std::process::Command;
 
 use gradwire_tests::binary;
 
+/// Enough to learn what a demo has to; the default is six times as many.
+const STEPS: &str = "100";
+
 fn demo(arguments: &[&str]) -> serde_json::Value {
     let output =
         Command::new(binary("gradwire")).arg("demo").args(arguments).args(["--json", "-"]).output().expect("runs");
@@ -18,16 +21,23 @@ fn every_number_of_ranks_transport_and_wire_format_trains_to_the_reference_bits(
         for wire in ["fp32", "fp16", "bf16"] {
             let mut hashes = Vec::new();
             for transport in ["shm", "tcp"] {
-                let report = demo(&["--ranks", ranks, "--transport", transport, "--wire", wire]);
+                let report = demo(&["--ranks", ranks, "--transport", transport, "--wire", wire, "--steps", STEPS]);
                 let case = format!("{ranks} ranks, {transport}, {wire}: {report}");
                 assert_eq!(report["weights_sha256"], report["reference_sha256"], "{case}");
-                assert!(report["accuracy"].as_f64().is_some_and(|accuracy| accuracy >= 0.95), "{case}");
+                assert!(report["accuracy"].as_f64().is_some_and(|accuracy| accuracy >= 0.90), "{case}");
                 assert_eq!(report["epoch"], 1, "{case}");
                 hashes.push(report["weights_sha256"].clone());
             }
             assert_eq!(hashes[0], hashes[1], "the transport must not show in the bits");
         }
     }
+}
+
+#[test]
+fn what_a_user_gets_without_a_word_has_learned() {
+    let report = demo(&[]);
+    assert_eq!(report["weights_sha256"], report["reference_sha256"], "{report}");
+    assert!(report["accuracy"].as_f64().is_some_and(|accuracy| accuracy >= 0.95), "{report}");
 }
 
 #[test]
