@@ -112,6 +112,7 @@ mod tests {
             "gradwire doctor --json",
             "gradwire aggregate --job j --broker pulsar://h:1 --quorum 3 --late carry --round-deadline 0.5 --memory 2GiB",
             "gradwire demo --mode federated --ranks 4 --aggregators 2 --wire fp16",
+            "gradwire demo --ranks 4 --kill 2@40 --kill 3@41 --stall 1@60:5s --transport tcp",
             "gradwire secret",
             "gradwire pulsar setup --admin http://h:8080 --tenant t --namespace n --job j --role a --role b --dry-run",
         ] {

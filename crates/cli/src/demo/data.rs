@@ -74,7 +74,7 @@ impl Split {
 /// Which images each step trains on: a fresh shuffle per pass over the data, cut into batches of equal size. What is
 /// left over at the end of a pass is left out.
 #[derive(Debug)]
-pub(super) struct Batches {
+struct Batches {
     order: Vec<usize>,
     next: usize,
     batch: usize,
@@ -83,14 +83,14 @@ pub(super) struct Batches {
 
 impl Batches {
     /// Batches of `batch` out of `images` images, `batch` being at most `images`. Equal seeds give equal batches.
-    pub(super) fn new(images: usize, batch: usize, seed: u64) -> Self {
+    fn new(images: usize, batch: usize, seed: u64) -> Self {
         assert!(0 < batch && batch <= images, "batches of {batch} out of {images} images");
         // `next` stands at the end, so that the first call shuffles.
         Self { order: (0..images).collect(), next: images, batch, random: Pcg64::seed_from_u64(seed) }
     }
 
     /// The places of the next step's images.
-    pub(super) fn next(&mut self) -> &[usize] {
+    fn next(&mut self) -> &[usize] {
         if self.next + self.batch > self.order.len() {
             shuffle(&mut self.order, &mut self.random);
             self.next = 0;
@@ -101,14 +101,35 @@ impl Batches {
     }
 }
 
+/// Which images one rank trains on: a function of the step, the rank, the seed and the number of ranks that the job began
+/// with, whoever is lost or joins. The first ranks share one sequence of batches; those beyond have another.
+#[derive(Debug)]
+pub(super) struct Samples {
+    batches: Batches,
+    part: Range<usize>,
+}
+
+impl Samples {
+    /// Those of `rank`, in a job that began with `ranks` ranks.
+    pub(super) fn new(rank: u32, ranks: u32, seed: u64) -> Self {
+        let batches = Batches::new(Split::TRAIN_IMAGES, BATCH, seed.wrapping_add(u64::from(rank / ranks)));
+        Self { batches, part: share(BATCH, (rank % ranks) as usize, ranks as usize) }
+    }
+
+    /// The places of the next step's images.
+    pub(super) fn next(&mut self) -> &[usize] {
+        &self.batches.next()[self.part.clone()]
+    }
+}
+
 /// The part of a batch of `batch` images that `rank` of `world` ranks computes: parts differ by at most one image.
-pub(super) fn share(batch: usize, rank: usize, world: usize) -> Range<usize> {
+fn share(batch: usize, rank: usize, world: usize) -> Range<usize> {
     batch * rank / world..batch * (rank + 1) / world
 }
 
-/// What the gradients of one rank's summed loss are multiplied with, so that their mean over `world` ranks is the
-/// gradient of the batch's mean loss, whatever the size of each rank's part.
-pub(super) fn gradient_scale(world: usize) -> f32 {
+/// What the gradients of one rank's summed loss are multiplied with, so that their mean over all of `world` ranks is the
+/// gradient of the batch's mean loss, whatever the size of each rank's part; and close to that over some of them.
+pub(super) fn gradient_scale(world: u32) -> f32 {
     world as f32 / BATCH as f32
 }
 
@@ -228,6 +249,17 @@ mod tests {
         let mut places: Vec<usize> = (0..10).collect();
         shuffle(&mut places, &mut Pcg64::seed_from_u64(42));
         assert_eq!(places, [7, 8, 4, 0, 1, 5, 3, 6, 9, 2]);
+    }
+
+    #[test]
+    fn ranks_share_the_batches_and_those_that_come_later_have_others() {
+        let mut all = Batches::new(Split::TRAIN_IMAGES, BATCH, 42);
+        let mut samples: Vec<Samples> = (0..8).map(|rank| Samples::new(rank, 4, 42)).collect();
+        for _ in 0..50 {
+            let parts: Vec<Vec<usize>> = samples.iter_mut().map(|of_rank| of_rank.next().to_vec()).collect();
+            assert_eq!(parts[..4].concat(), all.next());
+            assert_ne!(parts[..4].concat(), parts[4..].concat());
+        }
     }
 
     #[test]

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 use gradwire::federated::{Aggregator, AggregatorConfig, Contributor, ContributorConfig, job_from_env};
 use gradwire::{Fault, FaultKind, Rank};
 
-use super::data::{BATCH, Batches, Split, gradient_scale, share};
+use super::data::{Samples, Split, gradient_scale};
+use super::event::{Event, Measured, Moment};
+use super::history::History;
 use super::model::{ELEMENTS, Model, Momentum, PARAMETERS};
-use super::rank::{Event, Measured, is_report_due};
+use super::rank::is_report_due;
 use crate::args::Wire;
 use crate::bench::{ranks, timing};
 
@@ -58,14 +60,14 @@ fn contribute(args: &DemoFederatedArgs, rank: Rank) -> Result<(), Fault> {
     let mut contributor = Contributor::join(config)?;
     let mut model = Model::seeded(args.seed);
     let mut optimizer = Momentum::new();
-    let mut batches = Batches::new(Split::TRAIN_IMAGES, BATCH, args.seed);
-    let (number, world) = (rank.0 as usize, args.ranks as usize);
+    let mut samples = Samples::new(rank.0, args.ranks, args.seed);
+    ranks::emit(&Event::Began { at: Moment::now() })?;
     let mut step_ns = Vec::with_capacity(args.steps as usize);
     for step in 1..=args.steps {
         let started = Instant::now();
-        let part = split.train.select(&batches.next()[share(BATCH, number, world)]);
+        let part = split.train.select(samples.next());
         let mut gradient = vec![0.0; ELEMENTS];
-        let loss = model.backward(&part, gradient_scale(world), |index, values| {
+        let loss = model.backward(&part, gradient_scale(args.ranks), |index, values| {
             gradient[place(index)].iter_mut().zip(values).for_each(|(into, value)| *into = *value);
             Ok::<(), Fault>(())
         })?;
@@ -92,7 +94,8 @@ fn contribute(args: &DemoFederatedArgs, rank: Rank) -> Result<(), Fault> {
         step_ms_p50: timing::percentile_ms(&step_ns, 50),
         step_ms_p99: timing::percentile_ms(&step_ns, 99),
     };
-    ranks::emit(&Event::Finished { weights_sha256: model.sha256(), measured: Some(measured) })
+    let history = History::constant(args.ranks);
+    ranks::emit(&Event::Finished { weights_sha256: model.sha256(), history, measured: Some(measured) })
 }
 
 /// Where a parameter lies in the vector of all.

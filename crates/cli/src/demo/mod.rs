@@ -2,18 +2,23 @@
 //!
 //! The parent starts the ranks through the launcher, shows their progress, then trains the same job once more in its
 //! own process with the same rank-ordered sums, and says whether the final weights are the same bits. Nothing here is
-//! special to the demo: [`rank`] does what any trainer does.
+//! special to the demo: [`rank`] does what any trainer does. With [`disturb`] ranks die and stall in the middle of it.
 
 mod data;
+mod disturb;
+mod event;
 mod federated;
+mod history;
 mod model;
 mod progress;
 mod rank;
 mod reference;
 mod report;
+mod story;
+mod verify;
 
 use std::process::ExitCode;
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use gradwire_proto::{Fault, FaultKind};
 
@@ -22,10 +27,14 @@ use crate::bench::output::{JsonTarget, complain};
 use crate::bench::ranks;
 use crate::launch::{self, LaunchPlan};
 use data::BATCH;
+use disturb::Disturbances;
+use event::Event;
 pub(crate) use federated::DemoFederatedArgs;
 use progress::Progress;
 pub(crate) use rank::DemoRankArgs;
-use report::Report;
+use reference::Task;
+use report::{Found, Report};
+use story::Story;
 
 /// Lowest test accuracy that counts as trained. The default run reaches more than 95 %.
 const ACCURACY_MIN: f64 = 0.90;
@@ -57,6 +66,8 @@ pub(crate) struct DemoArgs {
     /// Decides the initial weights and the order of the images.
     #[arg(long, default_value_t = 42)]
     seed: u64,
+    #[command(flatten)]
+    disturbances: Disturbances,
     /// Write the result as JSON to this file, or with '-' as the only thing on standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<JsonTarget>,
@@ -89,9 +100,12 @@ fn demonstrate(args: &DemoArgs) -> Result<ExitCode, ranks::Failure> {
     if let Some(target) = &args.json {
         target.check()?;
     }
-    let outcome = train(args)?;
-    let reference = reference::train(args.ranks, args.steps, args.wire.into(), args.seed)?;
-    let report = Report::new(args.wire, args.steps, outcome, reference.sha256());
+    if args.mode == Mode::Federated && args.disturbances.any() {
+        let detail = "--kill, --stall and --join: expected --mode allreduce, where ranks depend on each other";
+        return Err(Fault::new(FaultKind::InvalidArgument, detail).into());
+    }
+    args.disturbances.check(args.ranks, args.steps)?;
+    let report = evaluate(args, train(args)?)?;
 
     if args.json != Some(JsonTarget::Stdout) {
         report.print_table()?;
@@ -104,35 +118,44 @@ fn demonstrate(args: &DemoArgs) -> Result<ExitCode, ranks::Failure> {
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What the ranks found out together.
-struct Outcome {
-    measured: rank::Measured,
-    /// By rank.
-    weights_sha256: Vec<String>,
-    /// How many times the gradients would travel in each step without savings.
-    dense_copies: u64,
-}
-
-fn train(args: &DemoArgs) -> Result<Outcome, ranks::Failure> {
+/// Starts the ranks, and hears them to their end.
+fn train(args: &DemoArgs) -> Result<Story, ranks::Failure> {
     let processes = match args.mode {
         Mode::Allreduce => args.ranks,
         Mode::Federated => args.ranks + args.aggregators,
     };
     let mut plan = LaunchPlan::local(processes, launch_command(args)?);
     plan.broker = args.broker.clone();
-    let (results, received) = mpsc::channel();
+    if args.disturbances.any() {
+        // One more that fails than are killed on purpose is a failure.
+        plan.ranks_min = Some(args.ranks - args.disturbances.kills() as u32);
+        if std::env::var_os("RUST_LOG").is_none() {
+            // What ranks would warn of was asked for, and is told in a line of our own.
+            plan.env.push(("RUST_LOG".into(), "error,pulsar=off".into()));
+        }
+    }
+    let story = Arc::new(Mutex::new(Story::new(args.ranks)));
     let mut progress = Progress::new(args.steps);
     let finish = progress.finisher();
-    let trained = ranks::run(plan, move |rank, event| match event {
-        rank::Event::Progress { step, loss } => progress.show(step, loss),
-        // The receiver outlives the run; a failed send could only mean that nobody wants the result.
-        rank::Event::Finished { weights_sha256, measured } => {
-            let _ = results.send((rank, weights_sha256, measured));
+    let (heard, disturbances) = (Arc::clone(&story), args.disturbances.clone());
+    let trained = ranks::run(plan, move |rank, event| {
+        match &event {
+            Event::Progress { step, loss } => progress.show(*step, *loss),
+            Event::Stalled { step, pid, .. } => {
+                let time = disturbances.stalls_in(rank, *step).unwrap_or_default();
+                if let Err(fault) = disturb::stop_for(*pid, time) {
+                    complain(&fault);
+                }
+            }
+            _ => {}
         }
+        let lines = heard.lock().unwrap_or_else(PoisonError::into_inner).take(rank, event);
+        lines.iter().for_each(|line| progress.tell(line));
     });
     finish();
     trained?;
-    gather(args, received.try_iter().collect())
+    let mut story = story.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(std::mem::replace(&mut story, Story::new(args.ranks)))
 }
 
 fn launch_command(args: &DemoArgs) -> Result<Vec<std::ffi::OsString>, Fault> {
@@ -141,35 +164,38 @@ fn launch_command(args: &DemoArgs) -> Result<Vec<std::ffi::OsString>, Fault> {
         Mode::Federated => ["__demo-federated".to_owned(), format!("--ranks={}", args.ranks)],
     };
     let common = [format!("--steps={}", args.steps), format!("--wire={}", args.wire), format!("--seed={}", args.seed)];
-    let options = of_mode.into_iter().chain(common);
+    let options = of_mode.into_iter().chain(common).chain(args.disturbances.arguments());
     launch::own_command(options)
         .map_err(|error| Fault::new(FaultKind::System, format!("this program's own path is unknown: {error}")))
 }
 
-/// One result per rank, in the order of ranks.
-fn gather(args: &DemoArgs, mut results: Vec<(u32, String, Option<rank::Measured>)>) -> Result<Outcome, ranks::Failure> {
-    let ranks = args.ranks;
-    results.sort_by_key(|(rank, ..)| *rank);
-    let complete = results.iter().map(|(rank, ..)| *rank).eq(0..ranks);
-    let mut measured = results.iter_mut().filter_map(|(_, _, measured)| measured.take());
-    let first = measured.next();
-    // In the federated mode each rank measures its own part.
-    let measured = first.map(|first| measured.fold(first, rank::Measured::and));
-    // All but one rank send to an owner, and get the mean back; or all send to aggregators, and get it back.
-    let dense_copies = match args.mode {
-        Mode::Allreduce => 2 * (u64::from(ranks) - 1),
-        Mode::Federated => 2 * u64::from(ranks),
+/// Trains once more in this process, with the contributors that the ranks recorded, and compares.
+fn evaluate(args: &DemoArgs, mut story: Story) -> Result<Report, ranks::Failure> {
+    let missing = verify::missing(&story, args.ranks);
+    let measured = story.measured.take();
+    let (Some((_, weights_sha256, history)), Some(measured), []) =
+        (verify::finished(&story).first().copied(), measured, &missing[..])
+    else {
+        let heard = missing.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        let detail = format!("not every one of the {} ranks reported its result (missing: rank {heard})", args.ranks);
+        return Err(Fault::new(FaultKind::ProtocolViolation, detail).into());
     };
-    match measured {
-        Some(measured) if complete => {
-            let weights_sha256 = results.into_iter().map(|(_, sha256, _)| sha256).collect();
-            Ok(Outcome { measured, weights_sha256, dense_copies })
-        }
-        _ => {
-            let heard = results.iter().map(|(rank, ..)| rank.to_string()).collect::<Vec<_>>().join(", ");
-            let detail =
-                format!("not every one of the {ranks} ranks reported its result exactly once (heard of: {heard})");
-            Err(Fault::new(FaultKind::ProtocolViolation, detail).into())
-        }
-    }
+    let task = Task { ranks: args.ranks, steps: args.steps, wire: args.wire.into(), seed: args.seed };
+    let reference = reference::train(&task, history)?;
+    Ok(Report::new(Found {
+        ranks: args.ranks,
+        steps: args.steps,
+        wire: args.wire,
+        measured,
+        weights_sha256: weights_sha256.to_owned(),
+        reference_sha256: reference.model.sha256(),
+        history,
+        story: &story,
+        // All but one rank send to an owner, and get the mean back; or all send to aggregators, and get it back.
+        dense_copies: match args.mode {
+            Mode::Allreduce => |ranks| 2 * (ranks - 1),
+            Mode::Federated => |ranks| 2 * ranks,
+        },
+        differences: verify::problems(&story, &reference),
+    }))
 }

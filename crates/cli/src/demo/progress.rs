@@ -44,6 +44,14 @@ impl Progress {
         }
     }
 
+    /// Something happened, which is said in a line of its own.
+    pub(super) fn tell(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None => drop(writeln!(std::io::stderr(), "{line}")),
+        }
+    }
+
     /// A function that takes the bar away, for whoever does not own this value.
     pub(super) fn finisher(&self) -> impl FnOnce() + use<> {
         let bar = self.bar.clone();

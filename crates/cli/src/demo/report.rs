@@ -5,19 +5,23 @@ use comfy_table::presets::UTF8_FULL_CONDENSED;
 use gradwire_proto::{Fault, FaultKind};
 use serde::Serialize;
 
-use super::Outcome;
+use super::event::Measured;
+use super::history::History;
 use super::model::ELEMENTS;
+use super::story::{Happening, Kind, Story};
 use crate::args::Wire;
 use crate::bench::output::{human_bytes, say};
 
 /// The result. Its fields are those of the JSON object.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
+    /// At the beginning.
     ranks: u32,
     transport: String,
     wire: &'static str,
     steps: u32,
     accuracy: f64,
+    /// Of the lowest rank that is left.
     weights_sha256: String,
     reference_sha256: String,
     wire_bytes: u64,
@@ -25,32 +29,59 @@ pub(super) struct Report {
     step_ms_p50: f64,
     step_ms_p99: f64,
     epoch: u64,
-    /// Ranks whose weights are not those of rank 0.
+    /// What happened to ranks, in the order in which it was heard of.
+    events: Vec<Happening>,
+    /// The fewest ranks whose contributions are in a step.
+    contributors_min: usize,
+    /// Steps in which a rank was lost, and that the others did again without it.
+    steps_redone: usize,
+    /// Steps in which a rank was lost, and that stand with its contributions.
+    steps_kept: usize,
+    /// From a kill to the end of its step on the slowest of the others; null without one.
+    recovery_ms_max: Option<f64>,
+    /// What ranks have that others, or one process, do not have.
     #[serde(skip)]
-    strays: Vec<usize>,
+    differences: Vec<String>,
+}
+
+/// What a report is made of.
+pub(super) struct Found<'a> {
+    pub(super) ranks: u32,
+    pub(super) steps: u32,
+    pub(super) wire: Wire,
+    pub(super) measured: Measured,
+    pub(super) weights_sha256: String,
+    pub(super) reference_sha256: String,
+    pub(super) history: &'a History,
+    pub(super) story: &'a Story,
+    /// How many times the gradients would travel in a step without savings, by its number of contributors.
+    pub(super) dense_copies: fn(u64) -> u64,
+    pub(super) differences: Vec<String>,
 }
 
 impl Report {
-    /// From what the ranks found, and the hash of the weights that the one-process reference ended with.
-    pub(super) fn new(wire: Wire, steps: u32, outcome: Outcome, reference_sha256: String) -> Self {
-        let Outcome { measured, weights_sha256: of_ranks, dense_copies } = outcome;
-        let ranks = of_ranks.len() as u32;
-        let weights_sha256 = of_ranks.first().cloned().unwrap_or_default();
-        let strays = (0..of_ranks.len()).filter(|rank| of_ranks[*rank] != weights_sha256).collect();
+    pub(super) fn new(found: Found<'_>) -> Self {
+        let Found { ranks, steps, wire, measured, history, story, dense_copies, .. } = found;
+        let copies = (1..=steps).map(|step| dense_copies(history.at(step).len() as u64)).sum();
         Self {
             ranks,
             transport: measured.transport,
             wire: wire.as_str(),
             steps,
             accuracy: measured.accuracy,
-            weights_sha256,
-            reference_sha256,
+            weights_sha256: found.weights_sha256,
+            reference_sha256: found.reference_sha256,
             wire_bytes: measured.wire_bytes,
-            dense_fp32_bytes: dense_fp32_bytes(dense_copies, steps),
+            dense_fp32_bytes: dense_fp32_bytes(copies),
             step_ms_p50: measured.step_ms_p50,
             step_ms_p99: measured.step_ms_p99,
             epoch: measured.epoch,
-            strays,
+            events: story.happenings.clone(),
+            contributors_min: history.contributors_min(),
+            steps_redone: story.count(Kind::Redone),
+            steps_kept: story.count(Kind::Kept),
+            recovery_ms_max: story.recovery_ms_max(),
+            differences: found.differences,
         }
     }
 
@@ -68,10 +99,10 @@ impl Report {
     /// # Errors
     /// A [`Fault`] of kind `System` when standard output takes no more.
     pub(super) fn print_table(&self) -> Result<(), Fault> {
-        let verdict = match (self.strays.is_empty(), self.is_same_as_reference()) {
-            (true, true) => "the same bits on all ranks and in one process",
-            (true, false) => "the same bits on all ranks, but NOT in one process",
-            (false, _) => "NOT the same bits on all ranks",
+        let verdict = if self.differences.is_empty() {
+            format!("the same bits on all {}ranks and in one process", if self.has_losses() { "other " } else { "" })
+        } else {
+            format!("NOT the same bits: {}", self.differences.join("; "))
         };
         let share = match self.dense_fp32_bytes {
             0 => String::new(),
@@ -85,38 +116,47 @@ impl Report {
         table.add_row(["bytes on the wire", &format!("{}{share}", human_bytes(self.wire_bytes))]);
         table.add_row(["transport, wire format", &format!("{}, {}", self.transport, self.wire)]);
         table.add_row(["epoch", &self.epoch.to_string()]);
-        table.add_row(["final weights", verdict]);
+        for (what, value) in self.loss_rows() {
+            table.add_row([what, &value]);
+        }
+        table.add_row(["final weights", &verdict]);
         table.add_row(["SHA-256", &self.weights_sha256]);
         say(&format!("{table}\n"))
     }
 
+    /// What became of lost ranks and their steps; nothing where there are none.
+    fn loss_rows(&self) -> Vec<(&'static str, String)> {
+        if !self.has_losses() {
+            return Vec::new();
+        }
+        let lost = self.events.iter().filter(|event| event.kind == Kind::Lost);
+        let lost = lost.filter_map(|event| Some(format!("{} in step {}", event.rank?, event.step)));
+        let steps = format!("{} done again, {} stood", self.steps_redone, self.steps_kept);
+        let mut rows = vec![("lost ranks", lost.collect::<Vec<_>>().join(", ")), ("steps with a loss", steps)];
+        if let Some(ms) = self.recovery_ms_max {
+            rows.push(("from kill to end of step", format!("{ms:.1} ms at most")));
+        }
+        rows
+    }
+
+    fn has_losses(&self) -> bool {
+        self.events.iter().any(|event| event.kind == Kind::Lost)
+    }
+
     /// What is wrong with the result; empty when all is well.
     pub(super) fn problems(&self, accuracy_min: f64) -> Vec<String> {
-        let mut problems = Vec::new();
-        if !self.strays.is_empty() {
-            let strays = self.strays.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-            problems
-                .push(format!("ranks ended with different weights: those of rank {strays} are not those of rank 0"));
-        }
-        if !self.is_same_as_reference() {
-            let (ranks, reference) = (&self.weights_sha256, &self.reference_sha256);
-            problems.push(format!("final weights {ranks} are not those of the one-process reference, {reference}"));
-        }
+        let mut problems = self.differences.clone();
         if self.accuracy.is_nan() || self.accuracy < accuracy_min {
             let (found, least) = (self.accuracy * 100.0, accuracy_min * 100.0);
             problems.push(format!("test accuracy {found:.2} % is below {least:.0} %: train longer (--steps)"));
         }
         problems
     }
-
-    fn is_same_as_reference(&self) -> bool {
-        self.weights_sha256 == self.reference_sha256
-    }
 }
 
-/// Bytes that ranks send for the gradients of `steps` steps in fp32 without headers, so many times in each.
-fn dense_fp32_bytes(copies: u64, steps: u32) -> u64 {
-    copies * ELEMENTS as u64 * size_of::<f32>() as u64 * u64::from(steps)
+/// Bytes of so many copies of all gradients in fp32, without headers.
+fn dense_fp32_bytes(copies: u64) -> u64 {
+    copies * ELEMENTS as u64 * size_of::<f32>() as u64
 }
 
 fn percent(part: u64, whole: u64) -> f64 {
@@ -125,10 +165,10 @@ fn percent(part: u64, whole: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rank::Measured;
+    use super::super::event::{Event, Moment, StepEnd};
     use super::*;
 
-    fn report(hashes: &[&str], reference: &str, accuracy: f64) -> Report {
+    fn report(story: &Story, history: &History, differences: &[&str], accuracy: f64) -> Report {
         let measured = Measured {
             transport: "shm".to_owned(),
             epoch: 1,
@@ -137,39 +177,71 @@ mod tests {
             step_ms_p50: 0.5,
             step_ms_p99: 1.5,
         };
-        let weights_sha256 = hashes.iter().map(|hash| (*hash).to_owned()).collect();
-        Report::new(Wire::Fp32, 3, Outcome { measured, weights_sha256, dense_copies: 2 }, reference.to_owned())
+        Report::new(Found {
+            ranks: 3,
+            steps: 10,
+            wire: Wire::Fp32,
+            measured,
+            weights_sha256: "a".to_owned(),
+            reference_sha256: "a".to_owned(),
+            history,
+            story,
+            dense_copies: |ranks| 2 * (ranks - 1),
+            differences: differences.iter().map(|difference| (*difference).to_owned()).collect(),
+        })
     }
 
     #[test]
     fn every_problem_is_found_and_named() {
-        assert!(report(&["a", "a"], "a", 0.97).problems(0.9).is_empty());
-        let found = |report: Report| report.problems(0.9).join("; ");
-        assert!(found(report(&["a", "a", "b", "c"], "a", 0.97)).contains("those of rank 2, 3 are not"));
-        assert!(found(report(&["a", "a"], "b", 0.97)).contains("one-process reference, b"));
-        assert!(found(report(&["a"], "a", 0.5)).contains("50.00 % is below 90 %"));
-        assert!(found(report(&["a"], "a", f64::NAN)).contains("below"));
+        let (story, history) = (Story::new(3), History::constant(3));
+        let found =
+            |differences: &[&str], accuracy| report(&story, &history, differences, accuracy).problems(0.9).join("; ");
+        assert_eq!(found(&[], 0.97), "");
+        assert_eq!(found(&["from step 4 on"], 0.97), "from step 4 on");
+        assert!(found(&[], 0.5).contains("50.00 % is below 90 %"));
+        assert!(found(&["x"], f64::NAN).contains("below"));
     }
 
     #[test]
     fn json_has_the_fields_that_were_promised() {
-        let line = report(&["a", "a", "b"], "a", 0.97).json_line().expect("serialize");
+        let mut story = Story::new(3);
+        let mut history = History::constant(3);
+        let line = report(&story, &history, &[], 0.97).json_line().expect("serialize");
         let value: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&line).expect("parse");
         let mut fields: Vec<&str> = value.keys().map(String::as_str).collect();
         let mut promised: Vec<&str> = "ranks transport wire steps accuracy weights_sha256 reference_sha256 wire_bytes \
-            dense_fp32_bytes step_ms_p50 step_ms_p99 epoch"
+            dense_fp32_bytes step_ms_p50 step_ms_p99 epoch events contributors_min steps_redone steps_kept \
+            recovery_ms_max"
             .split_whitespace()
             .collect();
         fields.sort_unstable();
         promised.sort_unstable();
         assert_eq!(fields, promised);
-        assert_eq!((value["ranks"].as_u64(), value["steps"].as_u64()), (Some(3), Some(3)));
+        assert_eq!((value["ranks"].as_u64(), value["steps"].as_u64()), (Some(3), Some(10)));
+        assert_eq!((value["events"].as_array().map(Vec::len), value["recovery_ms_max"].is_null()), (Some(0), true));
+
+        story.take(0, Event::Began { at: Moment::at_ms(1) });
+        story.take(1, Event::Killed { step: 5, at: Moment::at_ms(3) });
+        let (contributors, members) = (vec![0, 2], vec![0, 2]);
+        let end = StepEnd { step: 5, at: Moment::at_ms(7), contributors, members, epoch: 2, replaced: 0 };
+        story.take(0, Event::Step(end));
+        history.push(5, &[0, 2]);
+        let report = report(&story, &history, &[], 0.97);
+        let value: serde_json::Value = serde_json::from_str(&report.json_line().expect("serialize")).expect("parse");
+        assert_eq!(value["events"][0], serde_json::json!({"kind": "killed", "rank": 1, "step": 5, "ms": 2.0}));
+        assert_eq!(value["events"][2]["epoch"], 2);
+        assert_eq!((&value["contributors_min"], &value["steps_redone"]), (&2.into(), &1.into()));
+        assert_eq!((&value["steps_kept"], &value["recovery_ms_max"]), (&0.into(), &4.0.into()));
+        assert_eq!(report.loss_rows()[0].1, "1 in step 5");
     }
 
     #[test]
-    fn dense_bytes_count_every_copy() {
+    fn dense_bytes_count_every_copy_of_those_that_contributed() {
         let elements = 64 * 128 + 128 + 128 * 10 + 10;
-        assert_eq!(dense_fp32_bytes(0, 100), 0);
-        assert_eq!(dense_fp32_bytes(6, 10), 2 * 3 * elements * 4 * 10);
+        assert_eq!(dense_fp32_bytes(6), 6 * elements * 4);
+        let mut history = History::constant(3);
+        history.push(8, &[0, 1]);
+        let report = report(&Story::new(3), &history, &[], 1.0);
+        assert_eq!(report.dense_fp32_bytes, (7 * 4 + 3 * 2) * elements * 4);
     }
 }
