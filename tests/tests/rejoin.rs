@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gradwire_tests::{Ended, Job, Plan};
 use rustix::process::{Pid, Signal, kill_process};
 
-const STEPS: usize = 150;
+const STEPS: usize = 100;
 
 fn plan(ranks: u32, transport: &str) -> Plan {
     Plan::new(ranks, transport)

@@ -28,7 +28,7 @@ use crate::handle::Tensor;
 use crate::retained::Retained;
 use crate::state::Trainer;
 use crate::transfer::{DoorKeeper, Holder, Newcomer};
-use crate::types::{Integrity, TensorSpec, TransportChoice};
+use crate::types::{Integrity, TensorSpec, Transfer, TransportChoice};
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
@@ -223,7 +223,7 @@ impl Builder {
             let step = self.first_step;
             let group = self.link(start, None)?;
             let tensors = group.declare(specs)?;
-            return Ok(Joined { group, tensors, step });
+            return Ok(Joined { group, tensors, step, transfer: None });
         }
         let Some(control) = start.control.clone() else {
             return Err(Fault::new(FaultKind::System, "a job of one rank has no others to join"));
@@ -246,9 +246,10 @@ impl Builder {
         let group = self.link(start, Some(declared))?;
         let commits = group.wait_until_told(deadline)?;
         caught_up.follow_to(commits, deadline, trainer)?;
+        let transfer = Some(caught_up.transfer);
         drop(caught_up);
         let tensors = specs.iter().map(|spec| group.tensor(&spec.name)).collect::<Result<_, _>>()?;
-        Ok(Joined { group, tensors, step: Step(self.first_step.0 + commits) })
+        Ok(Joined { group, tensors, step: Step(self.first_step.0 + commits), transfer })
     }
 
     /// Finds the place, and joins the control plane.
@@ -523,6 +524,8 @@ pub struct Joined {
     pub tensors: Vec<Tensor>,
     /// The first step that this rank takes part in, as [`Version::step`](crate::Version::step) counts them.
     pub step: Step,
+    /// How the state came here, where the job ran already.
+    pub transfer: Option<Transfer>,
 }
 
 fn mesh_members(view: &View, came: &dyn Fn(RecordId) -> Ordering) -> Vec<MeshMember> {

@@ -47,5 +47,5 @@ pub use group::Group;
 pub use handle::{Handle, Tensor};
 pub use state::{State, StateTensor, StateTensorMut, StepResults, Trainer};
 pub use types::{
-    Commit, Completed, Integrity, OpError, Outcome, Replaced, Stats, TensorSpec, TransportChoice, Version,
+    Commit, Completed, Integrity, OpError, Outcome, Replaced, Stats, TensorSpec, Transfer, TransportChoice, Version,
 };

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Step, WireFormat};
@@ -222,6 +223,17 @@ pub struct Replaced {
     pub output: Buffer,
     /// How it ended.
     pub outcome: Outcome,
+}
+
+/// How the state came to a rank that joined a running job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Bytes of all parts.
+    pub bytes: u64,
+    /// How long they took, once the members had them ready.
+    pub took: Duration,
+    /// How many members gave them.
+    pub members: u32,
 }
 
 /// What was counted since the group was made.

@@ -1,10 +1,12 @@
 //! A trainer that may join while the others train: its state is the same bits on every rank after every step, however
 //! it came there. Every result is checked against the contributors that the commit names.
 //!
-//! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB]]`
+//! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB [LARGE_MIB]]]`: with a pause between steps, a state that is larger by so much,
+//! and a further tensor of this size, of which a few elements are checked. Each step is printed with the microseconds of
+//! the machine's monotonic clock at its end.
 
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gradwire::{
     Builder, DType, Fault, FaultKind, Group, Rank, State, StateTensor, StateTensorMut, StepResults, Tensor, TensorSpec,
@@ -17,7 +19,7 @@ const SIZES: [u64; 4] = [10, 3000, 50_000, 300_000];
 
 fn main() -> ExitCode {
     let number = |at: usize| std::env::args().nth(at).map_or(0, |text| text.parse().expect("a number"));
-    match train(number(1), Duration::from_millis(number(2)), number(3)) {
+    match train(number(1), Duration::from_millis(number(2)), number(3), number(4)) {
         Ok(said) => println!("ok {said}"),
         Err(fault) => {
             let rank = fault.rank.map_or("-".to_owned(), |rank| rank.0.to_string());
@@ -38,8 +40,16 @@ struct Model {
 impl Model {
     fn new(ballast: usize) -> Self {
         let weights = SIZES.map(|size| (format!("t{size}"), vec![1.0; size as usize])).into();
-        let ballast = (0..ballast).map(|at| (at / 7) as u8).collect();
-        Self { weights, steps: [0], ballast }
+        Self { weights, steps: [0], ballast: vec![0; ballast] }
+    }
+
+    /// What a rank that begins has, and one that joins has to get.
+    fn fill_ballast(&mut self) {
+        self.ballast.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 7) as u8);
+    }
+
+    fn has_ballast(&self) -> bool {
+        self.ballast.iter().enumerate().all(|(at, byte)| *byte == (at / 7) as u8)
     }
 
     /// What a rank contributes: whole numbers, so that sums are exact in any order.
@@ -61,9 +71,11 @@ impl Model {
         }
     }
 
+    /// Of what changes.
     fn hash(&self) -> String {
         let mut hash = Sha256::new();
-        self.parts().iter().for_each(|part| hash.update(part.bytes));
+        self.weights.iter().for_each(|(_, values)| hash.update(bytemuck::cast_slice::<f32, u8>(values)));
+        hash.update(self.steps[0].to_le_bytes());
         gradwire_proto::secret::hex(&hash.finalize()[..8])
     }
 }
@@ -103,15 +115,27 @@ fn names(ranks: &[Rank]) -> String {
     ranks.iter().map(|rank| rank.0.to_string()).collect::<Vec<_>>().join(",")
 }
 
-fn train(steps: u64, pause: Duration, ballast_kib: u64) -> Result<String, Fault> {
+fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Result<String, Fault> {
     let mut model = Model::new(ballast_kib as usize * 1024);
     let wide = u64::from(std::env::var_os("E2E_WIDER").is_some());
-    let specs = SIZES.map(|size| TensorSpec::new(format!("t{size}"), &[size + wide], DType::F32));
+    let mut specs = SIZES.map(|size| TensorSpec::new(format!("t{size}"), &[size + wide], DType::F32)).to_vec();
+    if large_mib > 0 {
+        specs.push(TensorSpec::new("large", &[large_mib << 18], DType::F32));
+    }
     if wide > 0 {
         model.ballast.push(0);
     }
+    println!("pid {}", std::process::id());
+    let start = Instant::now();
     let joined = Builder::from_env()?.join(&specs, &mut model)?;
-    println!("joined at {} over {}", joined.step.0, joined.group.transport());
+    println!("joined at {} over {} in {} ms", joined.step.0, joined.group.transport(), start.elapsed().as_millis());
+    if let Some(transfer) = joined.transfer {
+        println!("fetched {} bytes from {} in {} us", transfer.bytes, transfer.members, transfer.took.as_micros());
+    }
+    if joined.step.0 == 0 {
+        model.fill_ballast();
+    }
+    assert!(model.has_ballast(), "the state is not what it was");
     let (group, tensors) = (joined.group, joined.tensors);
     assert_eq!(joined.step.0, model.steps[0]);
     let mut aborted = 0;
@@ -132,7 +156,13 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64) -> Result<String, Fault>
 
 fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Fault> {
     let mut handles = Vec::new();
-    for (nth, tensor) in tensors.iter().enumerate() {
+    if let Some(large) = tensors.get(SIZES.len()) {
+        let mut data = group.buffer(large)?;
+        let (rank, at) = (group.rank().0 as f32, model.steps[0] as usize);
+        data.as_mut_slice::<f32>()[at] = rank;
+        handles.push(group.submit(large, data)?);
+    }
+    for (nth, tensor) in tensors.iter().take(SIZES.len()).enumerate() {
         let mut data = group.buffer(tensor)?;
         for (at, value) in data.as_mut_slice::<f32>().iter_mut().enumerate() {
             *value = model.contribution(group.rank(), nth, at);
@@ -143,10 +173,15 @@ fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Faul
     for handle in handles {
         results.push(handle.wait()?.output);
     }
+    let mut large = (tensors.len() > SIZES.len()).then(|| results.remove(0));
     let commit = group.commit()?;
     for gradwire::Replaced { tensor, output, .. } in commit.replaced {
         let at = tensors.iter().position(|other| other.name() == tensor.name()).expect("one of ours");
-        results[at] = output;
+        if at < SIZES.len() { results[at] = output } else { large = Some(output) }
+    }
+    if let Some(large) = large {
+        let sum: f32 = commit.contributors.iter().map(|rank| rank.0 as f32).sum();
+        assert_eq!(large.as_slice::<f32>()[model.steps[0] as usize], sum);
     }
     for (nth, result) in results.iter().enumerate() {
         model.check(nth, &commit.contributors, result.as_slice());
@@ -154,6 +189,8 @@ fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Faul
     }
     assert_eq!(commit.version.step.0, model.steps[0]);
     model.steps[0] += 1;
-    println!("step {} by {} is {}", model.steps[0] - 1, names(&commit.contributors), model.hash());
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let now = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
+    println!("step {} by {} is {} at {now}", model.steps[0] - 1, names(&commit.contributors), model.hash());
     Ok(())
 }

@@ -205,11 +205,18 @@ impl Engine {
 
     /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
     pub(crate) fn give_up_step(&mut self, why: &str) {
+        let before = self.epochs.aborts.made.load(Ordering::Acquire);
         self.session.give_up_step(why);
         if let Some(holder) = &self.holder {
             holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, why)));
         }
         self.take_events();
+        if self.epochs.aborts.made.load(Ordering::Acquire) == before && self.session.fault().is_none() {
+            // A caller that is about to begin the step has to offer its state first, too.
+            self.epochs.aborts.made.fetch_add(1, Ordering::AcqRel);
+            self.epochs.aborted =
+                Some(Fault::new(FaultKind::StepAborted, format!("{why}: repeat the step from its beginning")));
+        }
     }
 
     /// Everybody knows what becomes of the step.

@@ -1,6 +1,6 @@
 //! What a member keeps for a newcomer: its share of the state at one step, and the results of later steps.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -68,7 +68,18 @@ struct Entry {
     commits: u64,
     epoch: Epoch,
     members: Option<Vec<Rank>>,
-    made: Vec<Made>,
+    /// By tensor, and place in it.
+    made: BTreeMap<(TensorId, u64), Made>,
+}
+
+impl Entry {
+    const fn new(commits: u64, epoch: Epoch) -> Self {
+        Self { commits, epoch, members: None, made: BTreeMap::new() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.made.values().map(|made| made.bytes.len()).sum()
+    }
 }
 
 /// One unit of results, as it travels.
@@ -116,24 +127,23 @@ impl Holder {
         let Inner { journal, journal_bytes, .. } = &mut *inner;
         if let Some(last) = journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
             // It is done again by others.
-            *journal_bytes -= last.made.iter().map(|made| made.bytes.len()).sum::<usize>();
+            *journal_bytes -= last.bytes();
             last.made.clear();
             last.epoch = epoch;
         }
         if journal.back().is_none_or(|last| last.commits != commits) {
-            journal.push_back(Entry { commits, epoch, members: None, made: Vec::new() });
+            journal.push_back(Entry::new(commits, epoch));
         }
         let Some(last) = journal.back_mut() else { return };
         // An operation that was given up, or came twice, counts as it came last.
-        if let Some(at) = last.made.iter().position(|other| (other.tensor, other.at) == (made.tensor, made.at)) {
-            *journal_bytes -= last.made.swap_remove(at).bytes.len();
-        }
         *journal_bytes += made.bytes.len();
-        last.made.push(made);
+        if let Some(earlier) = last.made.insert((made.tensor, made.at), made) {
+            *journal_bytes -= earlier.bytes.len();
+        }
         while *journal_bytes > JOURNAL_BYTES_MAX
             && let Some(first) = journal.pop_front()
         {
-            *journal_bytes -= first.made.iter().map(|made| made.bytes.len()).sum::<usize>();
+            *journal_bytes -= first.bytes();
         }
     }
 
@@ -146,7 +156,7 @@ impl Holder {
         }
         let step = commits - 1;
         if inner.journal.back().is_none_or(|last| last.commits != step) {
-            inner.journal.push_back(Entry { commits: step, epoch, members: None, made: Vec::new() });
+            inner.journal.push_back(Entry::new(step, epoch));
         }
         if let Some(last) = inner.journal.back_mut() {
             last.members = Some(members.to_vec());
@@ -255,8 +265,8 @@ impl Holder {
             return Err(inner.no(Reason::TooLate, "nothing is kept for this newcomer"));
         }
         while inner.journal.front().is_some_and(|first| first.commits < commits) {
-            if let Some(Entry { made, .. }) = inner.journal.pop_front() {
-                inner.journal_bytes -= made.iter().map(|made| made.bytes.len()).sum::<usize>();
+            if let Some(first) = inner.journal.pop_front() {
+                inner.journal_bytes -= first.bytes();
             }
         }
         if commits >= inner.commits {
@@ -266,7 +276,10 @@ impl Holder {
         match inner.journal.front() {
             Some(Entry { commits: step, epoch, members: Some(members), made }) if *step == commits => {
                 let updates = made.len() as u32;
-                Ok((Results { epoch: *epoch, members: members.clone(), commits: now, updates }, made.clone()))
+                Ok((
+                    Results { epoch: *epoch, members: members.clone(), commits: now, updates },
+                    made.values().cloned().collect(),
+                ))
             }
             _ => Err(inner.no(Reason::TooLate, "the results of that step are not kept any more")),
         }

@@ -19,7 +19,7 @@ use super::holder::check_names;
 use super::stream::{FrameStream, invalid};
 use crate::group::RESERVED_PREFIX;
 use crate::state::{StepResults, StepTensor, Trainer};
-use crate::types::TensorSpec;
+use crate::types::{TensorSpec, Transfer};
 
 /// How long one member may take to be reached; another one is asked then.
 const DIAL_MAX: Duration = Duration::from_secs(3);
@@ -28,7 +28,7 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// How long to wait before everything is tried again.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 /// How often it is looked whether the next step is final.
-const FOLLOW_EVERY: Duration = Duration::from_millis(1);
+const FOLLOW_EVERY: Duration = Duration::from_millis(2);
 
 /// What a process that joins knows.
 pub(crate) struct Newcomer<'a> {
@@ -64,6 +64,7 @@ pub(crate) struct CaughtUp {
     results: Vec<StepTensor>,
     /// Steps whose results the state has.
     pub(crate) commits: u64,
+    pub(crate) transfer: Transfer,
 }
 
 impl Newcomer<'_> {
@@ -107,11 +108,11 @@ impl Newcomer<'_> {
         check_specs(self.specs, &tensors, self.wire)?;
         let resting = outlines.iter().all(|outline| outline.resting && outline.commits == outlines[0].commits);
         let commits = outline.commits + u64::from(!resting);
-        self.take_state(&mut sources, commits, trainer)?;
+        let transfer = self.take_state(&mut sources, commits, trainer)?;
         let result =
             |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
         let results = tensors.iter().map(result).collect();
-        let mut caught_up = CaughtUp { sources, outline, tensors, results, commits };
+        let mut caught_up = CaughtUp { sources, outline, tensors, results, commits, transfer };
         let mut ready = false;
         while self.view.member(self.control.join_id()).is_none() {
             match caught_up.follow(trainer) {
@@ -167,7 +168,7 @@ impl Newcomer<'_> {
     }
 
     /// Gets the state as it is when so many steps are final.
-    fn take_state(&self, sources: &mut [Source], commits: u64, trainer: &mut dyn Trainer) -> Result<(), Attempt> {
+    fn take_state(&self, sources: &mut [Source], commits: u64, trainer: &mut dyn Trainer) -> Result<Transfer, Attempt> {
         let holders = sources.len() as u32;
         let ask = |seat| Ask::Snapshot { commits, seat, holders };
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Snapshot)?, Snapshot::decode);
@@ -198,8 +199,9 @@ impl Newcomer<'_> {
             return Err(Attempt::Again("too many members stopped giving their state".to_owned()));
         }
         let bytes: u64 = lengths.iter().sum();
-        tracing::info!(bytes, ms = start.elapsed().as_millis() as u64, holders, commits, "the job's state is here");
-        Ok(())
+        let took = start.elapsed();
+        tracing::info!(bytes, ms = took.as_millis() as u64, holders, commits, "the job's state is here");
+        Ok(Transfer { bytes, took, members: holders })
     }
 
     /// Takes what the control log says meanwhile.
