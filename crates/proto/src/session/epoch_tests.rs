@@ -396,11 +396,14 @@ impl World {
     fn check(&self) {
         let (_, members) = self.view();
         let mut agreed: Vec<Option<&Origin>> = vec![None; STEPS as usize];
-        // Where only newcomers are left that nobody told where the job is, it has failed at all of them.
+        // Where only newcomers are left that nobody told where the job is, it has failed; whoever has not noticed loses those
+        // that have.
         let orphans = members.iter().all(|member| self.nodes[member.index()].first.is_none());
+        let failed = members.iter().any(|member| self.nodes[member.index()].fault.is_some());
+        assert!(failed || !orphans, "nobody noticed");
         for (rank, node) in self.nodes.iter().enumerate() {
             if orphans && members.contains(&Rank(rank as u32)) {
-                assert_eq!(node.fault.as_ref().map(|fault| fault.kind), Some(FaultKind::RankDied));
+                assert!(node.fault.as_ref().is_none_or(|fault| fault.kind == FaultKind::RankDied), "{:?}", node.fault);
                 continue;
             }
             assert_eq!(node.fault, None, "rank {rank}");
