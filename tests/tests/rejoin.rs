@@ -110,7 +110,7 @@ fn a_newcomer_of_another_model_is_refused_and_nobody_is_disturbed() {
 }
 
 #[test]
-fn a_member_that_is_lost_while_another_rank_joins_delays_that_rank_only() {
+fn a_member_that_is_lost_while_another_rank_joins_concerns_that_rank_only() {
     let plan = plan(4, "tcp");
     let mut job = start(&plan);
     job.wait_for_line(0, "step 10 ");
@@ -119,5 +119,8 @@ fn a_member_that_is_lost_while_another_rank_joins_delays_that_rank_only() {
     job.wait_for_line(0, "step 14 ");
     kill(&job, 1);
     let ended = job.wait();
-    assert_same(&ended, &[0, 2, back]);
+    assert_same(&ended, &[0, 2]);
+    // Where the results that only the lost member had are missing, it says so, and has to be started again.
+    let said = ended[back].verdict();
+    assert!(said == format!("ok {STEPS} steps") || said.contains("start it again"), "{ended:#?}");
 }

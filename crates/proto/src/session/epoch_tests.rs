@@ -633,3 +633,27 @@ fn a_peer_without_a_link_is_reported_in_every_epoch_that_has_it() {
     world.nodes[0].session.enter(Epoch(2), &[Rank(0), Rank(1)], &[]);
     assert_eq!(lost(&mut world), 1);
 }
+
+/// Found across processes: a newcomer that failed right after it had become a member.
+#[test]
+fn a_rank_that_leaves_in_the_middle_of_a_step_fails_nobody_where_others_go_on() {
+    let mut world = World::new(3, &[10, 200_000], Recovery::Redo, 7);
+    for rank in 0..2 {
+        world.train(rank);
+    }
+    world.nodes[2].session.leave();
+    for _ in 0..4 {
+        world.drain();
+        world.now += 400_000_000;
+        for rank in 0..2 {
+            world.nodes[rank].session.handle_timeout(world.now);
+        }
+    }
+    world.drain();
+    assert!(world.nodes.iter().all(|node| node.fault.is_none()), "{:?}", world.nodes[0].fault);
+    world.nodes[2].state = State::Dead;
+    world.remove(2);
+    world.finish();
+    world.check();
+    assert_eq!(world.nodes[0].committed[0][0].1, [Rank(0), Rank(1)]);
+}

@@ -3,7 +3,7 @@
 use alloc::format;
 
 use super::state::Outgoing;
-use super::{Event, Session};
+use super::{Event, Recovery, Session};
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FLAG_NACK_RESULT, FLAG_OFFER, FrameHeader, FrameKind, payload_crc};
@@ -425,7 +425,8 @@ impl Session {
         state.progress_at = now;
         // Of itself a rank that left knows. What an owner says of others may be older than their goodbyes, which came
         // over other links: if it still lacks their part when they are gone, it says so itself.
-        if state.blamed.get(peer.index()) && self.peers[peer.index()].left {
+        let gone = state.blamed.get(peer.index()) && self.peers[peer.index()].left;
+        if gone && self.config.recovery == Recovery::Fail {
             self.fail_departed(tensor, peer);
         }
         Ok(())
