@@ -24,7 +24,7 @@ pub struct Links {
 
 /// What reaches a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backend {
+enum Backend {
     /// Nothing: this rank itself.
     None,
     /// [`TcpTransport`].
@@ -34,12 +34,11 @@ pub(crate) enum Backend {
 }
 
 impl Links {
-    /// Links over these backends; `routes` says by rank which of them has the link.
-    pub(crate) fn new(tcp: TcpTransport, shm: ShmTransport, routes: Vec<Backend>) -> Result<Self, Fault> {
-        let (uses_tcp, uses_shm) = (routes.contains(&Backend::Tcp), routes.contains(&Backend::Shm));
+    /// No links yet: [`Transport::welcome`] takes them up.
+    pub(crate) fn new() -> Result<Self, Fault> {
+        let (tcp, shm) = (TcpTransport::new()?, ShmTransport::new()?);
         let nest = || {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-            // Both, because links to newcomers may be of either kind.
             for backend in [tcp.event_fd(), shm.event_fd()] {
                 epoll::add(&epoll, backend, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
             }
@@ -51,7 +50,7 @@ impl Links {
                 format!("no descriptor for the links ({errno}): raise the limit on open files (ulimit -n)"),
             )
         })?;
-        Ok(Self { tcp, shm, routes, uses_tcp, uses_shm, epoll })
+        Ok(Self { tcp, shm, routes: Vec::new(), uses_tcp: false, uses_shm: false, epoll })
     }
 
     fn backend(&self, peer: Rank) -> Option<&dyn Transport> {

@@ -9,9 +9,6 @@
 mod tests;
 
 use std::cmp::Ordering;
-use std::net::TcpStream;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use gradwire_proto::hello::{HelloParams, Purpose};
@@ -19,16 +16,12 @@ use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 use rustix::event::Timespec;
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
-use socket2::Socket;
 
+use crate::Transport as _;
 use crate::establish::accept::{Accepted, Acceptor};
 use crate::establish::dial::{Dial, Dialled, routes};
-use crate::establish::{Door, Listeners};
-use crate::links::{Backend, Links};
-use crate::shm::{Opening, ShmTransport};
-use crate::tcp::TcpTransport;
+use crate::establish::{Arrival, Door, Listeners};
+use crate::links::Links;
 
 /// Most peers that are dialled at once.
 const DIALS_MAX: usize = 64;
@@ -47,6 +40,13 @@ pub enum Choice {
     Shm,
     /// TCP only.
     Tcp,
+}
+
+impl Choice {
+    /// Whether links may be of this kind: shared memory, which begins with a Unix socket, or TCP.
+    pub(crate) fn allows(self, is_unix: bool) -> bool {
+        self != if is_unix { Self::Tcp } else { Self::Shm }
+    }
 }
 
 /// What a rank has to know to bring up its links.
@@ -127,47 +127,15 @@ struct Mesh {
     config: MeshConfig,
     acceptor: Acceptor,
     dials: Vec<Dial>,
-    /// In the order of ranks.
-    links: Vec<(Rank, Proved)>,
+    links: Vec<Arrival>,
     deadline: Instant,
-}
-
-/// A connection whose other end proved itself.
-enum Proved {
-    Tcp(TcpStream),
-    /// This rank's lane is handed over already, so that nobody's attaching waits for the rest of this rank's mesh.
-    Shm(Opening),
-}
-
-impl Proved {
-    fn new(peer: Rank, socket: Socket, is_unix: bool) -> Result<Self, Fault> {
-        if !is_unix {
-            return Ok(Self::Tcp(socket.into()));
-        }
-        socket.set_nonblocking(false).map_err(|error| unusable(peer, &error))?;
-        ShmTransport::open(peer, UnixStream::from(OwnedFd::from(socket))).map(Self::Shm)
-    }
-
-    /// Whether the other end has closed it.
-    fn has_ended(&self) -> bool {
-        let mut byte = [0];
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        let received = match self {
-            Self::Tcp(stream) => rustix::net::recv(stream, &mut byte[..], flags),
-            Self::Shm(opening) => rustix::net::recv(opening.stream(), &mut byte[..], flags),
-        };
-        match received {
-            Ok((_, count)) => count == 0,
-            Err(errno) => errno != Errno::AGAIN,
-        }
-    }
 }
 
 impl Mesh {
     fn missing(&self) -> impl Iterator<Item = Rank> {
         let own = self.config.hello.rank;
         let ranks = self.config.members.iter().map(|member| member.rank);
-        ranks.filter(move |rank| *rank != own && !self.links.iter().any(|(linked, _)| linked == rank))
+        ranks.filter(move |rank| *rank != own && !self.links.iter().any(|link| link.peer == *rank))
     }
 
     /// Whether this rank dials that member, which otherwise dials this one.
@@ -198,7 +166,7 @@ impl Mesh {
             of(&members).is_some_and(|now| of(&self.config.members) == Some(now))
         };
         self.dials.retain(|dial| stays(dial.peer));
-        self.links.retain(|(rank, _)| stays(*rank));
+        self.links.retain(|link| stays(link.peer));
         self.config.hello.epoch = epoch;
         self.config.members = members;
         check(&self.config)?;
@@ -208,11 +176,10 @@ impl Mesh {
 
     /// Does what can be done without waiting.
     fn advance(&mut self, now: Instant) -> Result<(), Fault> {
-        let params = self.config.hello.clone();
-        let params = &params;
-        for accepted in self.acceptor.advance(params, now)? {
+        for accepted in self.acceptor.advance(&self.config.hello, now)? {
             self.take_accepted(accepted)?;
         }
+        let params = &self.config.hello;
         let mut active = self.dials.iter().filter(|dial| dial.is_active()).count();
         let mut linked = Vec::new();
         for dial in &mut self.dials {
@@ -227,7 +194,7 @@ impl Mesh {
         for (peer, socket, is_unix) in linked {
             tracing::debug!(%peer, is_unix, "linked");
             self.dials.retain(|dial| dial.peer != peer);
-            self.keep(peer, Proved::new(peer, socket, is_unix)?);
+            self.keep(Arrival::new(peer, socket, is_unix)?);
         }
         Ok(())
     }
@@ -245,28 +212,26 @@ impl Mesh {
             let detail = format!("{peer} dialled {own}, but the higher rank dials: run the same release on every rank");
             return Err(Fault::new(FaultKind::ProtocolViolation, detail).at(peer));
         }
-        let chosen = if is_unix { self.config.choice != Choice::Tcp } else { self.config.choice != Choice::Shm };
-        if !chosen {
+        if !self.config.choice.allows(is_unix) {
             let (theirs, ours) = if is_unix { ("shm", "tcp") } else { ("tcp", "shm") };
             let detail = format!(
                 "{peer} opened its link over {theirs}, but {own} is to use {ours} only: give every rank the same --transport"
             );
             return Err(Fault::new(FaultKind::WorldMismatch, detail).at(peer));
         }
-        let link = self.links.iter().find(|(rank, _)| *rank == peer);
-        if link.is_some_and(|(_, old)| !old.has_ended()) {
+        let link = self.links.iter().find(|link| link.peer == peer);
+        if link.is_some_and(|old| !old.has_ended()) {
             let detail = format!("two processes say that they are {peer}: give every process its own rank");
             return Err(Fault::new(FaultKind::WorldMismatch, detail).at(peer));
         }
         tracing::debug!(%peer, is_unix, "linked");
-        self.keep(peer, Proved::new(peer, socket, is_unix)?);
+        self.keep(Arrival::new(peer, socket, is_unix)?);
         Ok(())
     }
 
-    fn keep(&mut self, peer: Rank, proved: Proved) {
-        self.links.retain(|(rank, _)| *rank != peer);
-        let at = self.links.partition_point(|(rank, _)| *rank < peer);
-        self.links.insert(at, (peer, proved));
+    fn keep(&mut self, arrival: Arrival) {
+        self.links.retain(|link| link.peer != arrival.peer);
+        self.links.push(arrival);
     }
 
     /// Waits until something may have changed.
@@ -307,23 +272,11 @@ impl Mesh {
 
     /// Makes links of the connections.
     fn finish(self) -> Result<(Links, Door), Fault> {
-        let (mut tcp, mut shm) = (TcpTransport::new()?, ShmTransport::new()?);
-        let ranks = self.config.members.last().map_or(0, |last| last.rank.index() + 1);
-        let mut backends = vec![Backend::None; ranks];
-        for (peer, proved) in self.links {
-            backends[peer.index()] = match proved {
-                Proved::Shm(opening) => {
-                    shm.finish(opening, self.deadline)?;
-                    Backend::Shm
-                }
-                Proved::Tcp(stream) => {
-                    tcp.attach(peer, stream)?;
-                    Backend::Tcp
-                }
-            };
+        let mut links = Links::new()?;
+        for arrival in self.links {
+            links.welcome(arrival, self.deadline)?;
         }
-        let door = Door::new(self.acceptor, self.config.choice);
-        Ok((Links::new(tcp, shm, backends)?, door))
+        Ok((links, Door::new(self.acceptor, self.config.choice)))
     }
 }
 
@@ -367,11 +320,7 @@ fn check(config: &MeshConfig) -> Result<(), Fault> {
 }
 
 fn dial(config: &MeshConfig, member: &MeshMember, now: Instant) -> Option<Dial> {
-    let (unix, tcp) = (config.choice != Choice::Tcp, config.choice != Choice::Shm);
+    let (unix, tcp) = (config.choice.allows(true), config.choice.allows(false));
     let ways = routes(&own(config)?.endpoint, &member.endpoint, unix, tcp);
     Some(Dial::new(member.rank, Purpose::Link, ways, now))
-}
-
-fn unusable(peer: Rank, error: &std::io::Error) -> Fault {
-    Fault::new(FaultKind::System, format!("the socket to {peer} cannot be used ({error})")).at(peer)
 }

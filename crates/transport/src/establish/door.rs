@@ -1,9 +1,8 @@
 //! A running job's door: who joins it comes in here, for the state first and then as a member.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::net::Shutdown;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use gradwire_proto::hello::{HelloParams, Purpose};
@@ -13,9 +12,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use socket2::Socket;
 
 use super::accept::{Accepted, Acceptor};
+use super::arrival::{Arrival, unusable};
 use super::dial::{Dial, Dialled, routes};
 use crate::mesh::Choice;
-use crate::shm::{Opening, ShmTransport};
 
 /// How often a dial looks whether it may go on, at least.
 const TICK: Duration = Duration::from_millis(20);
@@ -34,21 +33,6 @@ pub enum Caller {
     Link(Arrival),
     /// A process that wants the state.
     State(Rank, StateStream),
-}
-
-/// A link to a newcomer: to be attached with [`crate::Transport::welcome`].
-#[derive(Debug)]
-pub struct Arrival {
-    /// Whose it is.
-    pub peer: Rank,
-    pub(crate) way: Way,
-}
-
-#[derive(Debug)]
-pub(crate) enum Way {
-    Tcp(TcpStream),
-    /// Its lane is handed over already, so that the newcomer never waits for this rank's exchange.
-    Shm(Opening),
 }
 
 /// A stream over which state is given away: blocks, with time-outs.
@@ -101,18 +85,11 @@ impl Door {
                 .map(|stream| Caller::State(peer, stream))
                 .map_err(|error| unusable(peer, &error));
         }
-        let unfit = if is_unix { self.choice == Choice::Tcp } else { self.choice == Choice::Shm };
-        if unfit {
+        if !self.choice.allows(is_unix) {
             let detail = format!("{peer} opened its link over another transport: give every rank the same --transport");
             return Err(Fault::new(FaultKind::WorldMismatch, detail).at(peer));
         }
-        let way = if is_unix {
-            socket.set_nonblocking(false).map_err(|error| unusable(peer, &error))?;
-            Way::Shm(ShmTransport::open(peer, UnixStream::from(OwnedFd::from(socket)))?)
-        } else {
-            Way::Tcp(socket.into())
-        };
-        Ok(Caller::Link(Arrival { peer, way }))
+        Arrival::new(peer, socket, is_unix).map(Caller::Link)
     }
 }
 
@@ -196,8 +173,4 @@ impl Write for StateStream {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
-}
-
-fn unusable(peer: Rank, error: &io::Error) -> Fault {
-    Fault::new(FaultKind::System, format!("the socket to {peer} cannot be used ({error})")).at(peer)
 }

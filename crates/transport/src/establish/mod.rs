@@ -7,6 +7,7 @@
 
 pub(crate) mod accept;
 mod address;
+mod arrival;
 pub(crate) mod dial;
 mod door;
 pub(crate) mod hello;
@@ -17,8 +18,9 @@ use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Fault, FaultKind, secret};
 use socket2::{Domain, SockAddr, Socket, Type};
 
-pub(crate) use door::Way;
-pub use door::{Arrival, Caller, Door, StateStream, dial_state};
+pub use arrival::Arrival;
+pub(crate) use arrival::Way;
+pub use door::{Caller, Door, StateStream, dial_state};
 
 /// Connections that the kernel keeps for us while we are busy.
 const BACKLOG: i32 = 1024;
