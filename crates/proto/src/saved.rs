@@ -150,11 +150,7 @@ impl SavedManifest {
         put_text(&mut out, &self.model_version, SAVED_NAME_BYTES_MAX);
         out.extend_from_slice(&2u32.to_le_bytes());
         put_section(&mut out, SECTION_PARTS, |out| {
-            out.extend_from_slice(&(self.parts.len() as u32).to_le_bytes());
-            for part in &self.parts {
-                put_text(out, &part.name, TENSOR_NAME_BYTES_MAX);
-                out.extend_from_slice(&part.bytes.to_le_bytes());
-            }
+            put_parts(out, &self.parts);
         });
         put_section(&mut out, SECTION_SHARDS, |out| {
             out.extend_from_slice(&(self.shards.len() as u32).to_le_bytes());
@@ -220,7 +216,11 @@ impl SavedManifest {
             let length = usize::try_from(reader.u64()?).map_err(|_| Malformed("section too long"))?;
             let body = Reader::new(reader.bytes(length)?);
             match kind {
-                SECTION_PARTS => manifest.parts = decode_parts(body)?,
+                SECTION_PARTS => {
+                    let mut body = body;
+                    manifest.parts = read_parts(&mut body)?;
+                    body.finish()?;
+                }
                 SECTION_SHARDS => manifest.shards = decode_shards(body)?,
                 _ if length == 0 => {}
                 kind => return Err(SavedError::UnknownSection(kind)),
@@ -307,16 +307,25 @@ fn check_version(bytes: &[u8], magic: [u8; 4]) -> Result<(), SavedError> {
     }
 }
 
-fn decode_parts(mut reader: Reader<'_>) -> Result<Vec<SavedPart>, Malformed> {
+/// Writes names and lengths of a state's parts.
+pub(crate) fn put_parts(out: &mut Vec<u8>, parts: &[SavedPart]) {
+    out.extend_from_slice(&(parts.len() as u32).to_le_bytes());
+    for part in parts {
+        put_text(out, &part.name, TENSOR_NAME_BYTES_MAX);
+        out.extend_from_slice(&part.bytes.to_le_bytes());
+    }
+}
+
+/// Reads what [`put_parts`] wrote. Allocates at most in proportion to what is left.
+pub(crate) fn read_parts(reader: &mut Reader<'_>) -> Result<Vec<SavedPart>, Malformed> {
     let count = reader.u32()?;
     if count > TENSORS_MAX || count as usize > reader.remaining() / PART_BYTES_MIN {
         return Err(Malformed("more parts than a state can have"));
     }
     let mut parts = Vec::with_capacity(count as usize);
     for _ in 0..count {
-        parts.push(SavedPart { name: owned_text(&mut reader, TENSOR_NAME_BYTES_MAX)?, bytes: reader.u64()? });
+        parts.push(SavedPart { name: owned_text(reader, TENSOR_NAME_BYTES_MAX)?, bytes: reader.u64()? });
     }
-    reader.finish()?;
     match check_parts(parts.iter().map(|part| (part.name.as_str(), part.bytes))) {
         Ok(()) => Ok(parts),
         Err(_) => Err(Malformed("name or length of a part")),

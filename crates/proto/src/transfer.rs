@@ -8,16 +8,13 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::ids::{Epoch, Rank};
-use crate::limits::{FAULT_DETAIL_BYTES_MAX, MANIFEST_BYTES_MAX, PAYLOAD_BYTES_MAX, WORLD_SIZE_MAX};
+use crate::limits::{FAULT_DETAIL_BYTES_MAX, MANIFEST_BYTES_MAX, PAYLOAD_BYTES_MAX, TENSORS_MAX, WORLD_SIZE_MAX};
 use crate::manifest::{Declaration, Manifest};
+use crate::saved::{SavedPart, put_parts, read_parts};
 use crate::wire::{Malformed, Reader, owned_text, put_text};
 
 /// Bytes of a piece of state; the last one of a part may be shorter.
 pub const PIECE_BYTES: u64 = PAYLOAD_BYTES_MAX as u64;
-/// Largest name of a part of the state in bytes.
-pub const PART_NAME_BYTES_MAX: usize = 512;
-/// Most parts that a state has.
-pub const PARTS_MAX: usize = 1 << 20;
 /// Most pieces that a state has: 2 PiB of it.
 const PIECES_MAX: u64 = u32::MAX as u64;
 /// Most declaration rounds.
@@ -189,7 +186,7 @@ impl Outline {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// All parts of the state: names, and lengths in bytes.
-    pub parts: Vec<(String, u64)>,
+    pub parts: Vec<SavedPart>,
     /// The pieces that are kept here, and their CRC-32.
     pub sums: Vec<(u32, u32)>,
 }
@@ -199,11 +196,7 @@ impl Snapshot {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        out.extend_from_slice(&(self.parts.len() as u32).to_le_bytes());
-        for (name, bytes) in &self.parts {
-            put_text(&mut out, name, PART_NAME_BYTES_MAX);
-            out.extend_from_slice(&bytes.to_le_bytes());
-        }
+        put_parts(&mut out, &self.parts);
         out.extend_from_slice(&(self.sums.len() as u32).to_le_bytes());
         for (piece, crc) in &self.sums {
             out.extend_from_slice(&piece.to_le_bytes());
@@ -218,12 +211,7 @@ impl Snapshot {
     /// When it is malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(bytes);
-        let parts = count(&mut reader, PARTS_MAX)?;
-        let mut snapshot = Self::default();
-        for _ in 0..parts {
-            let name = owned_text(&mut reader, PART_NAME_BYTES_MAX)?;
-            snapshot.parts.push((name, reader.u64()?));
-        }
+        let mut snapshot = Self { parts: read_parts(&mut reader)?, sums: Vec::new() };
         let sums = reader.u32()? as usize;
         if sums > reader.remaining() / 8 {
             return Err(Malformed("a list that is longer than its message"));
@@ -336,7 +324,7 @@ impl No {
 #[must_use]
 pub fn pieces(lengths: &[u64]) -> Option<Vec<(u32, Range<u64>)>> {
     let count = lengths.iter().try_fold(0_u64, |sum, length| sum.checked_add(length.div_ceil(PIECE_BYTES)))?;
-    if count > PIECES_MAX || lengths.len() > PARTS_MAX {
+    if count > PIECES_MAX || lengths.len() > TENSORS_MAX as usize {
         return None;
     }
     let of = |(part, length): (u32, &u64)| {
@@ -399,7 +387,8 @@ mod tests {
             exact(&ask, &ask.encode(), Ask::decode);
         }
         exact(&outline(), &outline().encode(), Outline::decode);
-        let snapshot = Snapshot { parts: vec![("a".to_owned(), 10), ("b".to_owned(), 0)], sums: vec![(0, 77), (5, 8)] };
+        let part = |name: &str, bytes| SavedPart { name: name.to_owned(), bytes };
+        let snapshot = Snapshot { parts: vec![part("a", 10), part("b", 0)], sums: vec![(0, 77), (5, 8)] };
         exact(&snapshot, &snapshot.encode(), Snapshot::decode);
         let results = Results { epoch: Epoch(4), members: vec![Rank(0), Rank(7)], commits: 12, updates: 3 };
         exact(&results, &results.encode(), Results::decode);

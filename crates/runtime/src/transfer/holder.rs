@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use gradwire_codec::crc32;
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{No, Outline, PART_NAME_BYTES_MAX, Reason, Results, Snapshot, keeps, pieces};
+use gradwire_proto::saved::{SavedPart, check_parts};
+use gradwire_proto::transfer::{No, Outline, Reason, Results, Snapshot, keeps, pieces};
 use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, Step, TensorId};
 
-use crate::state::State;
+use crate::state::{State, StateTensor};
 
 /// Most bytes of results that are kept: a newcomer that falls further behind begins anew.
 const JOURNAL_BYTES_MAX: usize = 4 << 30;
@@ -323,12 +324,11 @@ impl Inner {
             return Ok(());
         }
         let parts = state.parts();
-        check_names(parts.iter().map(|part| part.name))?;
-        let lengths: Vec<u64> = parts.iter().map(|part| part.bytes.len() as u64).collect();
+        let described = parts_of(&parts)?;
+        let lengths: Vec<u64> = described.iter().map(|part| part.bytes).collect();
         let layout =
             pieces(&lengths).ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "the state is too large"))?;
-        let mut kept = Kept { snapshot: Snapshot::default(), pieces: Vec::new() };
-        kept.snapshot.parts = parts.iter().map(|part| (part.name.to_owned(), part.bytes.len() as u64)).collect();
+        let mut kept = Kept { snapshot: Snapshot { parts: described, sums: Vec::new() }, pieces: Vec::new() };
         for (piece, (part, range)) in (0..).zip(layout) {
             if keeps(piece, seat, holders) {
                 let bytes = parts[part as usize].bytes[range.start as usize..range.end as usize].to_vec();
@@ -341,18 +341,11 @@ impl Inner {
     }
 }
 
-/// Checks the names of a state's parts.
-pub(super) fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), Fault> {
-    let mut known = std::collections::BTreeSet::new();
-    for name in names {
-        let wrong = if name.len() > PART_NAME_BYTES_MAX {
-            format!("the name of a part of the state has {} bytes: at most {PART_NAME_BYTES_MAX}", name.len())
-        } else if !known.insert(name) {
-            format!("two parts of the state are named '{name}': give each its own name")
-        } else {
-            continue;
-        };
-        return Err(Fault::new(FaultKind::InvalidArgument, wrong));
-    }
-    Ok(())
+/// Names and lengths of a state's parts.
+///
+/// # Errors
+/// `InvalidArgument` for a part that is nameless, named twice, or too long.
+pub(super) fn parts_of(parts: &[StateTensor<'_>]) -> Result<Vec<SavedPart>, Fault> {
+    check_parts(parts.iter().map(|part| (part.name, part.bytes.len() as u64)))?;
+    Ok(parts.iter().map(|part| SavedPart { name: part.name.to_owned(), bytes: part.bytes.len() as u64 }).collect())
 }

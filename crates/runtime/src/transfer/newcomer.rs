@@ -9,13 +9,14 @@ use gradwire_proto::hello::HelloParams;
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::membership::View;
+use gradwire_proto::saved::SavedPart;
 use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank, Step, WireFormat};
 use gradwire_transport::Buffer;
 use gradwire_transport::establish::dial_state;
 
 use super::fetch::{Source, Trouble, agreed_sums, ask_all, body, fetch};
-use super::holder::check_names;
+use super::holder::parts_of;
 use super::stream::{FrameStream, invalid};
 use crate::group::RESERVED_PREFIX;
 use crate::state::{StepResults, StepTensor, Trainer};
@@ -76,7 +77,7 @@ impl Newcomer<'_> {
     /// `DTypeMismatch` or `OperationMismatch` where this process trains another model; `Diverged` when members' states
     /// differ; what ended the job; what the trainer met.
     pub(crate) fn catch_up(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
-        check_names(trainer.parts().iter().map(|part| part.name))?;
+        let parts = parts_of(&trainer.parts())?;
         let mut last = "no member was asked".to_owned();
         loop {
             self.take_events()?;
@@ -86,7 +87,7 @@ impl Newcomer<'_> {
                 );
                 return Err(Fault::new(FaultKind::DeadlineExceeded, detail).at(self.params.rank));
             }
-            match self.attempt(trainer) {
+            match self.attempt(&parts, trainer) {
                 Ok(caught_up) => return Ok(caught_up),
                 Err(Attempt::Never(fault)) => return Err(fault),
                 Err(Attempt::Again(why)) => {
@@ -98,7 +99,7 @@ impl Newcomer<'_> {
         }
     }
 
-    fn attempt(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
+    fn attempt(&mut self, parts: &[SavedPart], trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
         let mut sources = self.connect()?;
         let outlines =
             ask_all(&mut sources, |_| Ask::Outline, |stream| decode(body(stream, Given::Outline)?, Outline::decode));
@@ -108,7 +109,7 @@ impl Newcomer<'_> {
         check_specs(self.specs, &tensors, self.wire)?;
         let resting = outlines.iter().all(|outline| outline.resting && outline.commits == outlines[0].commits);
         let commits = outline.commits + u64::from(!resting);
-        let transfer = self.take_state(&mut sources, commits, trainer)?;
+        let transfer = self.take_state(&mut sources, commits, parts, trainer)?;
         let result =
             |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
         let results = tensors.iter().map(result).collect();
@@ -168,17 +169,23 @@ impl Newcomer<'_> {
     }
 
     /// Gets the state as it is when so many steps are final.
-    fn take_state(&self, sources: &mut [Source], commits: u64, trainer: &mut dyn Trainer) -> Result<Transfer, Attempt> {
+    fn take_state(
+        &self,
+        sources: &mut [Source],
+        commits: u64,
+        parts: &[SavedPart],
+        trainer: &mut dyn Trainer,
+    ) -> Result<Transfer, Attempt> {
         let holders = sources.len() as u32;
         let ask = |seat| Ask::Snapshot { commits, seat, holders };
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Snapshot)?, Snapshot::decode);
         let snapshots = ask_all(sources, ask, read);
         let snapshots = all(sources, snapshots)?;
-        let parts = check_parts(sources, &snapshots, trainer)?;
-        let lengths: Vec<u64> = parts.iter().map(|(_, bytes)| *bytes).collect();
+        same_parts(sources, &snapshots, parts)?;
+        let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         let layout = pieces(&lengths).ok_or_else(|| Attempt::Again("the state is too large".to_owned()))?;
         let part_of = |piece: u32| {
-            layout.get(piece as usize).map_or_else(String::new, |(part, _)| parts[*part as usize].0.clone())
+            layout.get(piece as usize).map_or_else(String::new, |(part, _)| parts[*part as usize].name.clone())
         };
         let sums = agreed_sums(sources, &snapshots, &part_of)?;
         if sums.len() != layout.len() {
@@ -361,23 +368,18 @@ fn lost(why: &str) -> Fault {
     Fault::new(FaultKind::RankDied, detail)
 }
 
-/// The parts of the state, on which all members and this process agree.
-fn check_parts(
-    sources: &[Source],
-    snapshots: &[Snapshot],
-    trainer: &mut dyn Trainer,
-) -> Result<Vec<(String, u64)>, Fault> {
-    let ours: Vec<(String, u64)> =
-        trainer.parts().iter().map(|part| (part.name.to_owned(), part.bytes.len() as u64)).collect();
+/// Checks that all members' states have the parts that this process's has.
+fn same_parts(sources: &[Source], snapshots: &[Snapshot], ours: &[SavedPart]) -> Result<(), Fault> {
     for (source, snapshot) in sources.iter().zip(snapshots) {
         let theirs = &snapshot.parts;
-        if *theirs == ours {
+        if theirs == ours {
             continue;
         }
-        let odd = theirs.iter().zip(&ours).find(|(theirs, ours)| theirs != ours);
+        let odd = theirs.iter().zip(ours).find(|(theirs, ours)| theirs != ours);
         let what = match odd {
             Some((theirs, ours)) => {
-                format!("part '{}' of {} bytes where this one has '{}' of {}", theirs.0, theirs.1, ours.0, ours.1)
+                let SavedPart { name, bytes } = theirs;
+                format!("part '{name}' of {bytes} bytes where this one has '{}' of {}", ours.name, ours.bytes)
             }
             None => format!("{} parts where this one has {}", theirs.len(), ours.len()),
         };
@@ -387,7 +389,7 @@ fn check_parts(
         );
         return Err(Fault::new(FaultKind::ShapeMismatch, detail).at(source.rank));
     }
-    Ok(ours)
+    Ok(())
 }
 
 /// Checks that this process would declare what the job's ranks have declared.
