@@ -1,41 +1,26 @@
-//! Joining a job: place, rendezvous, links, engine.
+//! Joining a job: what can be said about how, and the ways in.
 
-use std::cmp::Ordering;
-use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+mod joining;
 
-use gradwire_control::{COMMIT_INTERVAL_DEFAULT, ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy};
-use gradwire_proto::frame::JobTag;
-use gradwire_proto::hello::HelloParams;
-use gradwire_proto::limits::{STEPS_MAX, WORLD_SIZE_MAX};
-use gradwire_proto::manifest::Declaration;
-use gradwire_proto::membership::{Member, RecordId, View};
-use gradwire_proto::session::{Recovery, SessionConfig, Timing};
-use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret, Step, WireFormat};
-use gradwire_transport::Transport;
-use gradwire_transport::establish::{Door, ListenConfig, Listeners};
-use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember};
-use rustix::process::{Resource, Rlimit};
+use std::time::Duration;
 
-use crate::driver::Driver;
-use crate::durable::SaveIdentity;
-use crate::engine::{Engine, EngineConfig};
-use crate::env::{Guard, Place};
-use crate::group::{Group, GroupParts, Identity};
+use gradwire_control::COMMIT_INTERVAL_DEFAULT;
+use gradwire_proto::limits::WORLD_SIZE_MAX;
+use gradwire_proto::session::Recovery;
+use gradwire_proto::{Fault, FaultKind, Step, WireFormat};
+
+use crate::env::Place;
+use crate::group::Group;
 use crate::handle::Tensor;
-use crate::retained::Retained;
 use crate::state::Trainer;
-use crate::transfer::{DoorKeeper, Holder, Newcomer};
+use crate::transfer::Newcomer;
 use crate::types::{Integrity, TensorSpec, Transfer, TransportChoice};
+use joining::Start;
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
 /// How many saves are kept, unless something else is said.
 const SAVES_KEPT_DEFAULT: usize = 2;
-/// Longer deadlines are taken as this: a year.
-const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How to join a job. Everything has a default; the environment says the rest.
 #[derive(Debug)]
@@ -252,217 +237,6 @@ impl Builder {
         Ok(Joined { group, tensors, step: Step(self.first_step.0 + commits), transfer })
     }
 
-    /// Finds the place, and joins the control plane.
-    fn start(&mut self) -> Result<Start, Fault> {
-        self.deadline = self.deadline.min(DEADLINE_MAX);
-        if self.first_step.0 >= STEPS_MAX / 2 {
-            let detail = format!("the first step is {}, but must be below {}", self.first_step.0, STEPS_MAX / 2);
-            return Err(Fault::new(FaultKind::InvalidArgument, detail));
-        }
-        let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
-        let deadline = Instant::now() + self.deadline;
-        raise_descriptor_limit();
-        let listeners =
-            Listeners::bind(&ListenConfig { address: place.address, port: 0, interface: place.interface.clone() })?;
-        let alone = place.world_size == 1 && self.recovery == Recovery::Fail;
-        let (control, view) = if alone || place.broker.is_none() && place.world_size == 1 {
-            let only = Member { rank: place.rank, id: [0; 16], endpoint: listeners.endpoint().clone() };
-            (None, View { epoch: Epoch(1), id: [0; 16], members: vec![only] })
-        } else {
-            let request = self.join_request(&place, &listeners)?;
-            let (control, view) = ControlPlane::join(request)?;
-            (Some(Arc::new(control)), view)
-        };
-        let hello = HelloParams {
-            secret: place.secret.clone(),
-            job: job_tag(&place.secret, &place.instance),
-            epoch: view.epoch,
-            rank: place.rank,
-            world_size: place.world_size.max(self.ranks_max),
-        };
-        Ok(Start { place, deadline, listeners, control, view, before: None, hello })
-    }
-
-    /// Opens the links to all members, and makes the group. `declared`: what the job that this rank joins has declared.
-    fn link(&self, start: Start, declared: Option<Vec<Vec<Declaration>>>) -> Result<Group, Fault> {
-        let Start { place, deadline, listeners, control, mut view, before, mut hello } = start;
-        let choice = match self.transport {
-            TransportChoice::Auto => Choice::Auto,
-            TransportChoice::Shm => Choice::Shm,
-            TransportChoice::Tcp => Choice::Tcp,
-        };
-        hello.epoch = view.epoch;
-        let before: BTreeSet<RecordId> = before.iter().flat_map(|before| &before.members).map(|one| one.id).collect();
-        let together: BTreeSet<RecordId> =
-            view.members.iter().map(|member| member.id).filter(|id| !before.contains(id)).collect();
-        let came = |id: RecordId| match (before.contains(&id), together.contains(&id)) {
-            (true, _) => Ordering::Less,
-            (_, true) => Ordering::Equal,
-            _ => Ordering::Greater,
-        };
-        let mesh = MeshConfig {
-            hello: hello.clone(),
-            members: mesh_members(&view, &came),
-            choice,
-            deadline: deadline.saturating_duration_since(Instant::now()),
-        };
-        let mut watch = || {
-            let Some(control) = &control else { return Ok(None) };
-            let mut change = None;
-            while let Some(event) = control.event() {
-                match event {
-                    ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => return Err(fault),
-                    ControlEvent::View(new) => {
-                        let members = mesh_members(&new, &came);
-                        change = Some(MeshChange { epoch: new.epoch, members });
-                        view = new;
-                    }
-                    _ => {}
-                }
-            }
-            Ok(change)
-        };
-        let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
-            // The others wait for links that will not come: they are told why.
-            if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none() && declared.is_none()) {
-                control.report(fault);
-            }
-        })?;
-        hello.epoch = view.epoch;
-        let saves = self.save_identity(&place);
-        let mut guard = place.guard;
-        guard.all_joined();
-        let config = SessionConfig {
-            rank: place.rank,
-            world_size: place.world_size,
-            epoch: view.epoch,
-            job: hello.job,
-            first_step: self.first_step,
-            timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
-            copies: self.retain_steps > 0 && control.is_some(),
-            // A rank on its own has nobody to lose.
-            recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
-        };
-        let parts = Parts {
-            transport: Box::new(links),
-            control,
-            guard: Some(guard),
-            crowded: thread::available_parallelism().is_ok_and(|cores| place.local_world_size as usize > cores.get()),
-            processes: view.members.iter().map(|member| (member.rank, member.id)).collect(),
-            declared,
-            saves,
-            door: (self.recovery != Recovery::Fail).then_some((door, hello)),
-        };
-        self.assemble(config, parts)
-    }
-
-    fn save_identity(&self, place: &Place) -> SaveIdentity {
-        SaveIdentity {
-            job: if place.has_given_name() { place.job.to_string() } else { String::new() },
-            model_version: place.model_version.as_ref().map(ToString::to_string).unwrap_or_default(),
-            keep: self.saves_kept.max(1),
-        }
-    }
-
-    fn join_request(&self, place: &Place, listeners: &Listeners) -> Result<JoinRequest, Fault> {
-        let broker = place.broker.clone().ok_or_else(|| {
-            let detail = "no broker was given: set GRADWIRE_BROKER to its URL on every rank";
-            Fault::new(FaultKind::BrokerUnreachable, detail)
-        })?;
-        let mut config = JobConfig::new(place.job.clone(), place.instance, place.secret.clone(), broker);
-        config.model_version.clone_from(&place.model_version);
-        config.tenant.clone_from(&place.tenant);
-        let policy = match self.recovery {
-            Recovery::Fail => Policy::Fixed,
-            Recovery::Abort | Recovery::Redo => {
-                Policy::Elastic { ranks_min: self.ranks_min, ranks_max: self.ranks_max }
-            }
-        };
-        Ok(JoinRequest {
-            config,
-            rank: place.rank,
-            world_size: place.world_size,
-            policy,
-            endpoint: listeners.endpoint().clone(),
-            deadline: self.deadline,
-            commit_interval: self.commit_interval,
-        })
-    }
-
-    /// A group over links that are up.
-    fn assemble(&self, config: SessionConfig, parts: Parts) -> Result<Group, Fault> {
-        let Parts { transport, control, guard, crowded, processes, declared, saves, door } = parts;
-        let identity = Identity {
-            rank: config.rank,
-            world_size: config.world_size,
-            wire: self.wire,
-            deadline: self.deadline,
-            first_step: self.first_step,
-            recovery: config.recovery,
-        };
-        let retained = config.copies.then(|| Arc::new(Retained::new(self.retain_steps)));
-        if let (Some(control), Some(retained)) = (&control, &retained) {
-            control.hold_copies(retained.clone())?;
-        }
-        let holder = door.is_some().then(|| Arc::new(Holder::new(self.first_step)));
-        if let (Some(holder), Some(declared)) = (&holder, &declared) {
-            holder.declared(declared);
-        }
-        let joins = declared.is_some();
-        let engine = EngineConfig {
-            session: config,
-            integrity: self.integrity,
-            retained,
-            holder: holder.clone(),
-            processes,
-            joins: declared,
-        };
-        let engine = Engine::new(engine, transport);
-        let (driver, thread) = Driver::start(engine, control.clone(), crowded)?;
-        let keeper = match (door, &holder) {
-            (Some((door, hello)), Some(holder)) => {
-                let weak = Arc::downgrade(&driver);
-                let arrived = move |arrival| {
-                    if let Some(driver) = weak.upgrade() {
-                        driver.arrived(arrival);
-                    }
-                };
-                let keeper = DoorKeeper::start(door, hello, Arc::clone(holder), arrived)?;
-                driver.open_door(keeper.bell());
-                Some(keeper)
-            }
-            _ => None,
-        };
-        let parts = GroupParts { control, guard, saves, door: (keeper, holder), joins };
-        Group::new(identity, driver, thread, parts)
-    }
-
-    /// A group over links that a test made: no place.
-    #[cfg(test)]
-    pub(crate) fn over(
-        self,
-        rank: u32,
-        world_size: u32,
-        transport: Box<dyn Transport>,
-        control: Option<Arc<ControlPlane>>,
-    ) -> Result<Group, Fault> {
-        let timing = Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() };
-        let config = SessionConfig {
-            rank: gradwire_proto::Rank(rank),
-            world_size,
-            epoch: Epoch(1),
-            job: JobTag([7; 16]),
-            first_step: self.first_step,
-            timing,
-            copies: self.retain_steps > 0 && control.is_some(),
-            recovery: self.recovery,
-        };
-        let saves = SaveIdentity { keep: self.saves_kept.max(1), ..SaveIdentity::default() };
-        let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [0; 16])).collect();
-        let (guard, declared, door) = (None, None, None);
-        self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, saves, door })
-    }
-
     /// Defaults, for [`Builder::over`].
     #[cfg(test)]
     pub(crate) fn for_tests() -> Self {
@@ -484,37 +258,6 @@ impl Builder {
     }
 }
 
-/// A process that joined the control plane.
-struct Start {
-    place: Place,
-    deadline: Instant,
-    listeners: Listeners,
-    control: Option<Arc<ControlPlane>>,
-    view: View,
-    /// The view when this process joined the control plane, where it is none of its members.
-    before: Option<View>,
-    hello: HelloParams,
-}
-
-impl Start {
-    /// Whether the job runs without this process.
-    fn is_late(&self) -> bool {
-        self.control.as_ref().is_some_and(|control| self.view.member(control.join_id()).is_none())
-    }
-}
-
-/// What a group is made of.
-struct Parts {
-    transport: Box<dyn Transport>,
-    control: Option<Arc<ControlPlane>>,
-    guard: Option<Guard>,
-    crowded: bool,
-    processes: Vec<(Rank, RecordId)>,
-    declared: Option<Vec<Vec<Declaration>>>,
-    saves: SaveIdentity,
-    door: Option<(Door, HelloParams)>,
-}
-
 /// A place in a job, however far that is.
 #[derive(Debug)]
 pub struct Joined {
@@ -526,31 +269,6 @@ pub struct Joined {
     pub step: Step,
     /// How the state came here, where the job ran already.
     pub transfer: Option<Transfer>,
-}
-
-fn mesh_members(view: &View, came: &dyn Fn(RecordId) -> Ordering) -> Vec<MeshMember> {
-    let member =
-        |member: &Member| MeshMember { rank: member.rank, endpoint: member.endpoint.clone(), came: came(member.id) };
-    view.members.iter().map(member).collect()
-}
-
-/// Every buffer and link has a descriptor: the soft limit, often 1,024, is raised as far as this process may.
-fn raise_descriptor_limit() {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    if limit.current.is_some() && limit.current != limit.maximum {
-        let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-        if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
-            tracing::debug!(%errno, "the limit on open files stays as it is");
-        }
-    }
-}
-
-/// What binds frames to the job: nobody without the secret can know it.
-fn job_tag(secret: &Secret, instance: &[u8; 16]) -> JobTag {
-    let proof = secret.proof("gradwire job tag", &[instance]);
-    let mut tag = [0; 16];
-    tag.copy_from_slice(&proof[..16]);
-    JobTag(tag)
 }
 
 fn variable(name: &str) -> Option<String> {

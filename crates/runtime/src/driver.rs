@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 use crossbeam_queue::ArrayQueue;
 use gradwire_control::{ControlEvent, ControlPlane, CopyRequest, ShardVersion};
 use gradwire_proto::frame::FrameHeader;
-use gradwire_proto::{Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_proto::{Fault, Rank, Step, TensorId, UnitIndex};
 use gradwire_transport::establish::Arrival;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::{Aborts, Engine, Submission};
+use crate::system;
 use crate::transfer::DoorBell;
 
 /// Operations that can be handed over before the engine takes them up.
@@ -100,9 +101,7 @@ impl Driver {
         control: Option<Arc<ControlPlane>>,
         crowded: bool,
     ) -> Result<(Arc<Self>, JoinHandle<()>), Fault> {
-        let system = |what: &str, error: std::io::Error| Fault::new(FaultKind::System, format!("{what}: {error}"));
-        let doorbell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| system("no event descriptor could be had; raise the limit on open files", errno.into()))?;
+        let doorbell = system::event()?;
         let driver = Arc::new_cyclic(|me| Self {
             copies: ArrayQueue::new(COPIES_MAX),
             arrivals: ArrayQueue::new(ARRIVALS_MAX),
@@ -139,10 +138,7 @@ impl Driver {
             });
         }
         let background = Arc::clone(&driver);
-        let thread = thread::Builder::new()
-            .name("gradwire".into())
-            .spawn(move || background.run_background())
-            .map_err(|error| system("no thread could be started", error))?;
+        let thread = system::thread("gradwire", move || background.run_background())?;
         let _ = driver.background.set(thread.thread().clone());
         Ok((driver, thread))
     }

@@ -20,7 +20,7 @@ use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
 use crate::state::State;
-use crate::transfer::{DoorKeeper, Holder};
+use crate::transfer::DoorKeeper;
 use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Version};
 
 /// Names that begin like this are gradwire's own.
@@ -43,8 +43,8 @@ pub struct Group {
     transport: String,
     pub(crate) commits: AtomicU64,
     versions_dropped: AtomicU64,
-    /// Lets newcomers in, and what they are given.
-    door: (Option<DoorKeeper>, Option<Arc<Holder>>),
+    /// Lets newcomers in.
+    door: Option<DoorKeeper>,
     /// Keeps the job's rendezvous, where this process serves it, until the group is gone.
     guard: Option<Guard>,
 }
@@ -54,7 +54,7 @@ pub(crate) struct GroupParts {
     pub(crate) control: Option<Arc<ControlPlane>>,
     pub(crate) guard: Option<Guard>,
     pub(crate) saves: SaveIdentity,
-    pub(crate) door: (Option<DoorKeeper>, Option<Arc<Holder>>),
+    pub(crate) door: Option<DoorKeeper>,
     /// It joins a running job: what gradwire itself needs was declared when that began.
     pub(crate) joins: bool,
 }
@@ -374,7 +374,7 @@ impl Group {
     /// `DeadlineExceeded` when too few ranks are left, and no others came in time. `InvalidArgument` when two parts of the
     /// state have one name.
     pub fn offer_state(&self, state: &dyn State) -> Result<(), Fault> {
-        let Some(holder) = &self.door.1 else { return Ok(()) };
+        let Some(DoorKeeper { holder, .. }) = &self.door else { return Ok(()) };
         let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
         holder.offer(commits, state, self.identity.deadline)
     }
@@ -438,8 +438,8 @@ impl Group {
     fn shut_down(&mut self) -> Result<(), Fault> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let mut recorded = Ok(());
-        if let Some(holder) = &self.door.1 {
-            holder.close();
+        if let Some(door) = &self.door {
+            door.holder.close();
         }
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
         self.driver.with_engine(crate::engine::Engine::leave);
@@ -462,7 +462,7 @@ impl Group {
             self.driver.drive_to(limit, crate::engine::Engine::is_alone);
         }
         self.driver.stop(thread);
-        drop(self.door.0.take());
+        drop(self.door.take());
         drop(self.guard.take());
         recorded
     }

@@ -34,6 +34,7 @@ mod group;
 mod handle;
 mod retained;
 mod state;
+mod system;
 #[cfg(test)]
 mod tests;
 mod transfer;

@@ -96,7 +96,13 @@ impl Epochs {
 
     /// The abort of a step, if a caller that has heard of so many has not heard of it.
     pub(super) fn unheard(&self, heard: u64) -> Option<Fault> {
-        self.aborted.clone().filter(|_| heard < self.aborts.made.load(Ordering::Acquire))
+        if heard < self.aborts.made.load(Ordering::Acquire) { self.aborted.clone() } else { None }
+    }
+
+    /// The step that the caller has begun, or is about to begin, is no more.
+    fn note_abort(&mut self, fault: Fault) {
+        self.aborts.made.fetch_add(1, Ordering::AcqRel);
+        self.aborted = Some(fault);
     }
 
     /// The job failed.
@@ -213,9 +219,8 @@ impl Engine {
         self.take_events();
         if self.epochs.aborts.made.load(Ordering::Acquire) == before && self.session.fault().is_none() {
             // A caller that is about to begin the step has to offer its state first, too.
-            self.epochs.aborts.made.fetch_add(1, Ordering::AcqRel);
-            self.epochs.aborted =
-                Some(Fault::new(FaultKind::StepAborted, format!("{why}: repeat the step from its beginning")));
+            let detail = format!("{why}: repeat the step from its beginning");
+            self.epochs.note_abort(Fault::new(FaultKind::StepAborted, detail));
         }
     }
 
@@ -293,8 +298,7 @@ impl Engine {
     /// The step begins anew: what was in flight ends with the reason.
     pub(super) fn abort_step(&mut self, fault: &Fault, begun: bool) {
         if begun {
-            self.epochs.aborts.made.fetch_add(1, Ordering::AcqRel);
-            self.epochs.aborted = Some(fault.clone());
+            self.epochs.note_abort(fault.clone());
         }
         self.finishing.clear();
         self.epochs.replaced.clear();

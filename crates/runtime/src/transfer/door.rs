@@ -2,17 +2,17 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use gradwire_proto::hello::HelloParams;
-use gradwire_proto::{Epoch, Fault, FaultKind};
+use gradwire_proto::{Epoch, Fault};
 use gradwire_transport::establish::{Arrival, Caller, Door, StateStream};
-use rustix::event::{EventfdFlags, eventfd};
 
-use super::holder::Holder;
+use super::holder::{Asker, Holder};
 use super::server;
+use crate::system;
 
 /// Most newcomers that are served at once.
 const SERVED_MAX: usize = 16;
@@ -22,6 +22,7 @@ const TICK: Duration = Duration::from_secs(1);
 /// Lets newcomers in. Dropping it closes the door, and ends what is being given away.
 #[derive(Debug)]
 pub(crate) struct DoorKeeper {
+    pub(crate) holder: Arc<Holder>,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -44,17 +45,20 @@ impl DoorKeeper {
         holder: Arc<Holder>,
         arrived: impl Fn(Arrival) + Send + 'static,
     ) -> Result<Self, Fault> {
-        let system = |what: &str, error: std::io::Error| Fault::new(FaultKind::System, format!("{what}: {error}"));
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| system("no event descriptor could be had; raise the limit on open files", errno.into()))?;
+        let wake = system::event()?;
         let epoch = AtomicU64::new(params.epoch.0);
         let shared = Arc::new(Shared { epoch, stop: AtomicBool::new(false), wake });
-        let keeper = Keeper { door, params, holder, arrived, shared: Arc::clone(&shared), streams: Vec::new() };
-        let thread = std::thread::Builder::new()
-            .name("gradwire-door".into())
-            .spawn(move || keeper.run())
-            .map_err(|error| system("no thread could be started", error))?;
-        Ok(Self { shared, thread: Some(thread) })
+        let keeper = Keeper {
+            door,
+            params,
+            holder: Arc::clone(&holder),
+            arrived,
+            shared: Arc::clone(&shared),
+            streams: Vec::new(),
+            asked: 0,
+        };
+        let thread = system::thread("gradwire-door", move || keeper.run())?;
+        Ok(Self { holder, shared, thread: Some(thread) })
     }
 
     /// What tells the keeper of epochs.
@@ -100,6 +104,8 @@ struct Keeper<F> {
     arrived: F,
     shared: Arc<Shared>,
     streams: Vec<(StateStream, JoinHandle<()>)>,
+    /// Newcomers that have asked for the state so far.
+    asked: Asker,
 }
 
 impl<F: Fn(Arrival)> Keeper<F> {
@@ -133,17 +139,14 @@ impl<F: Fn(Arrival)> Keeper<F> {
         if self.streams.len() >= SERVED_MAX {
             return server::turn_away(stream, self.params.job);
         }
-        static ASKERS: AtomicUsize = AtomicUsize::new(1);
-        let asker = ASKERS.fetch_add(1, Ordering::Relaxed) as u64;
+        self.asked += 1;
+        let asker = self.asked;
         let (job, holder) = (self.params.job, Arc::clone(&self.holder));
         let Ok(handle) = stream.try_clone() else { return };
         tracing::info!(%peer, "gives the state to a newcomer");
-        let thread = std::thread::Builder::new()
-            .name("gradwire-state".into())
-            .spawn(move || server::serve(stream, job, &holder, asker));
-        match thread {
+        match system::thread("gradwire-state", move || server::serve(stream, job, &holder, asker)) {
             Ok(thread) => self.streams.push((handle, thread)),
-            Err(error) => tracing::warn!(%error, "there is no thread to give the state to a newcomer"),
+            Err(fault) => tracing::warn!(%fault, "the state cannot be given to a newcomer"),
         }
     }
 }
