@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use gradwire_control::{BrokerConfig, EmbeddedBroker, broker_token};
 use gradwire_proto::Secret;
 use gradwire_proto::secret::hex;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// How long a whole job may take before a test gives up on it. Far above what any needs.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -51,6 +52,18 @@ impl Ended {
     #[must_use]
     pub fn verdict(&self) -> &str {
         self.lines.last().unwrap_or_else(|| panic!("a rank printed nothing, and ended with {}", self.status))
+    }
+
+    /// Of each step that it made, or applied after others had made it: who contributed, and what it came to. Their lines
+    /// are `step N by RANKS is HASH`, or begin with `applied`.
+    #[must_use]
+    pub fn steps(&self) -> BTreeMap<usize, (String, String)> {
+        let step = |line: &String| {
+            let mut words = line.strip_prefix("step ").or_else(|| line.strip_prefix("applied "))?.split(' ');
+            let step = words.next()?.parse().ok()?;
+            Some((step, (words.nth(1)?.to_owned(), words.nth(1)?.to_owned())))
+        };
+        self.lines.iter().filter_map(step).collect()
     }
 }
 
@@ -151,6 +164,15 @@ impl Job {
     #[must_use]
     pub fn pid(&self, rank: usize) -> u32 {
         self.ranks[rank].child.id()
+    }
+
+    /// Sends a signal to a rank, which is still there, if only because nobody has waited for it.
+    ///
+    /// # Panics
+    /// When it cannot be sent.
+    pub fn signal(&self, rank: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pid(rank).cast_signed()).expect("a process");
+        kill_process(pid, signal).expect("it is there");
     }
 
     /// Waits until the rank has printed a line that begins like this, and returns it.

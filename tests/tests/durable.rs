@@ -7,16 +7,10 @@ use std::time::Duration;
 use gradwire::durable::SavedState;
 use gradwire_tests::model::Model;
 use gradwire_tests::{Ended, Job, Plan, assert_faults, assert_same_verdict, random};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 const EVERY: u64 = 2;
-
-fn kill(job: &Job, rank: u32) {
-    let pid = Pid::from_raw(job.pid(rank as usize).cast_signed()).expect("a process");
-    // One that has ended is still there until it is waited for.
-    kill_process(pid, Signal::KILL).expect("it is there");
-}
 
 fn plan(ranks: u32, transport: &str) -> Plan {
     Plan::new(ranks, transport).with("GRADWIRE_DEADLINE_MS", 60_000)
@@ -72,7 +66,7 @@ fn a_job_that_is_killed_at_any_moment_goes_on_from_its_latest_save_with_any_numb
         job.wait_for_line(below(ranks.into()) as usize, &format!("saving {save} "));
         std::thread::sleep(Duration::from_micros(below(60_000)));
         for rank in 0..ranks {
-            kill(&job, rank);
+            job.signal(rank as usize, Signal::KILL);
         }
         drop(job);
         let now = assert_whole(&saves, &references);
@@ -100,7 +94,7 @@ fn a_rank_that_is_lost_in_the_middle_of_a_save_costs_that_save_at_most() {
         let save = EVERY * (1 + below(4));
         job.wait_for_line(1, &format!("saving {save} "));
         std::thread::sleep(Duration::from_micros(below(60_000)));
-        kill(&job, victim);
+        job.signal(victim as usize, Signal::KILL);
         let ended = job.wait();
         let left: Vec<&Ended> = (0..3).filter(|rank| *rank != victim).map(|rank| &ended[rank as usize]).collect();
         for rank in &left {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use gradwire_tests::{PATIENCE, Plan, assert_faults};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
 
@@ -84,13 +84,12 @@ fn a_rank_that_is_stopped_is_named_at_the_deadline() {
         for rank in 0..3 {
             job.wait_for_line(rank, "step");
         }
-        let pid = Pid::from_raw(i32::try_from(job.pid(1)).expect("a process id")).expect("a process id");
-        kill_process(pid, Signal::STOP).expect("stop rank 1");
+        job.signal(1, Signal::STOP);
         for rank in [0, 2] {
             let said = job.wait_for_line(rank, "fault ");
             assert!(said.starts_with("fault NotOffered rank=1 tensor=weights"), "{said}");
         }
-        kill_process(pid, Signal::CONT).expect("resume rank 1");
+        job.signal(1, Signal::CONT);
         let ended = job.wait();
         // Awake again, it learns that the job went on without it.
         assert!(ended[1].verdict().starts_with("fault "), "{ended:#?}");

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use gradwire_tests::{Ended, Job, Plan, random};
-use rustix::process::{Pid, Signal, kill_process};
+use gradwire_tests::{Ended, Plan, random};
+use rustix::process::Signal;
 
 const STEPS: usize = 60;
 
@@ -12,30 +12,15 @@ fn plan(ranks: u32, transport: &str, recovery: &str) -> Plan {
     Plan::new(ranks, transport).with("GRADWIRE_RECOVERY", recovery).with("GRADWIRE_DEADLINE_MS", 20_000)
 }
 
-fn signal(job: &Job, rank: usize, signal: Signal) {
-    let pid = Pid::from_raw(job.pid(rank).cast_signed()).expect("a process");
-    kill_process(pid, signal).expect("it is there");
-}
-
-/// By step: who contributed, and what it came to.
-fn steps(ended: &Ended) -> BTreeMap<usize, (String, String)> {
-    let step = |line: &String| {
-        let mut words = line.strip_prefix("step ")?.split(' ');
-        let step = words.next()?.parse().ok()?;
-        Some((step, (words.nth(1)?.to_owned(), words.nth(1)?.to_owned())))
-    };
-    ended.lines.iter().filter_map(step).collect()
-}
-
 /// Asserts that these ranks are through, and that no rank has another result of a step than they.
 fn assert_recovered(ended: &[Ended], left: &[usize]) -> BTreeMap<usize, (String, String)> {
-    let all = steps(&ended[left[0]]);
+    let all = ended[left[0]].steps();
     assert_eq!(all.keys().copied().collect::<Vec<_>>(), (0..STEPS).collect::<Vec<_>>(), "{ended:#?}");
     for rank in left {
         assert_eq!(ended[*rank].verdict(), format!("ok {STEPS} steps"), "rank {rank}: {ended:#?}");
     }
     for (rank, one) in ended.iter().enumerate() {
-        for (step, made) in steps(one) {
+        for (step, made) in one.steps() {
             assert_eq!(all.get(&step), Some(&made), "rank {rank} has another step {step}: {ended:#?}");
         }
     }
@@ -52,7 +37,7 @@ fn ranks_that_are_killed_at_any_moment_cost_their_contributions_only() {
                 let begun = 5 + usize::from(random::<1>()[0] % 20);
                 job.wait_for_line(0, &format!("step {begun} "));
                 std::thread::sleep(Duration::from_micros(u64::from(u16::from_le_bytes(random())) / 8));
-                signal(&job, victim, Signal::KILL);
+                job.signal(victim, Signal::KILL);
                 let ended = job.wait();
                 let left: Vec<usize> = (0..3).filter(|rank| *rank != victim).collect();
                 let all = assert_recovered(&ended, &left);
@@ -69,7 +54,7 @@ fn one_after_the_other_may_be_lost_down_to_the_last() {
     let mut job = plan.start(&["recover", &STEPS.to_string()]);
     for (victim, step) in [(1, 8), (3, 20), (0, 32)] {
         job.wait_for_line(2, &format!("step {step} "));
-        signal(&job, victim, Signal::KILL);
+        job.signal(victim, Signal::KILL);
     }
     let all = assert_recovered(&job.wait(), &[2]);
     assert_eq!(all[&(STEPS - 1)].0, "2");
@@ -81,10 +66,10 @@ fn a_rank_that_was_stopped_learns_that_the_others_went_on_without_it() {
         let plan = plan(3, transport, "redo");
         let mut job = plan.start(&["recover", &STEPS.to_string()]);
         job.wait_for_line(0, "step 10 ");
-        signal(&job, 1, Signal::STOP);
+        job.signal(1, Signal::STOP);
         job.wait_for_line(0, "ok ");
         job.wait_for_line(2, "ok ");
-        signal(&job, 1, Signal::CONT);
+        job.signal(1, Signal::CONT);
         let ended = job.wait();
         assert!(ended[1].verdict().starts_with("fault Removed"), "{ended:#?}");
         assert_recovered(&ended, &[0, 2]);
@@ -96,7 +81,7 @@ fn too_few_ranks_do_not_go_on() {
     let plan = plan(3, "tcp", "redo").with("GRADWIRE_RANKS_MIN", 3).with("GRADWIRE_DEADLINE_MS", 4000);
     let mut job = plan.start(&["recover", &STEPS.to_string()]);
     job.wait_for_line(0, "step 5 ");
-    signal(&job, 1, Signal::KILL);
+    job.signal(1, Signal::KILL);
     let ended = job.wait();
     for rank in [0, 2] {
         let said = ended[rank].verdict();

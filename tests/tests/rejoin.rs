@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gradwire_tests::{Ended, Job, Plan};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 const STEPS: usize = 100;
 
@@ -23,26 +23,11 @@ fn command(plan: &Plan, rank: u32) -> std::process::Command {
     plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "10", "3000"])
 }
 
-fn kill(job: &Job, rank: usize) {
-    let pid = Pid::from_raw(job.pid(rank).cast_signed()).expect("a process");
-    kill_process(pid, Signal::KILL).expect("it is there");
-}
-
-/// By step: who contributed, and what the state was afterwards.
-fn steps(ended: &Ended) -> BTreeMap<usize, (String, String)> {
-    let step = |line: &String| {
-        let mut words = line.strip_prefix("step ").or_else(|| line.strip_prefix("applied "))?.split(' ');
-        let step = words.next()?.parse().ok()?;
-        Some((step, (words.nth(1)?.to_owned(), words.nth(1)?.to_owned())))
-    };
-    ended.lines.iter().filter_map(step).collect()
-}
-
 /// Asserts that these processes are through, and that no process had another state after any step.
 fn assert_same(ended: &[Ended], through: &[usize]) -> BTreeMap<usize, (String, String)> {
     let mut all = BTreeMap::new();
     for (process, one) in ended.iter().enumerate() {
-        for (step, made) in steps(one) {
+        for (step, made) in one.steps() {
             let known = all.entry(step).or_insert_with(|| made.clone());
             assert_eq!(*known, made, "process {process} has another step {step}: {ended:#?}");
         }
@@ -60,7 +45,7 @@ fn a_rank_that_was_killed_comes_back_with_the_state_and_takes_part() {
         let plan = plan(3, transport);
         let mut job = start(&plan);
         job.wait_for_line(0, "step 10 ");
-        kill(&job, 1);
+        job.signal(1, Signal::KILL);
         job.wait_for_line(0, "step 20 ");
         let back = job.add(command(&plan, 1));
         let ended = job.wait();
@@ -87,7 +72,7 @@ fn below_the_minimum_a_job_waits_for_newcomers_and_goes_on() {
     let plan = plan(2, "tcp").with("GRADWIRE_RANKS_MIN", 2);
     let mut job = start(&plan);
     job.wait_for_line(0, "step 10 ");
-    kill(&job, 1);
+    job.signal(1, Signal::KILL);
     let back = job.add(command(&plan, 1));
     let ended = job.wait();
     let all = assert_same(&ended, &[0, back]);
@@ -114,10 +99,10 @@ fn a_member_that_is_lost_while_another_rank_joins_concerns_that_rank_only() {
     let plan = plan(4, "tcp");
     let mut job = start(&plan);
     job.wait_for_line(0, "step 10 ");
-    kill(&job, 3);
+    job.signal(3, Signal::KILL);
     let back = job.add(command(&plan, 3));
     job.wait_for_line(0, "step 14 ");
-    kill(&job, 1);
+    job.signal(1, Signal::KILL);
     let ended = job.wait();
     assert_same(&ended, &[0, 2]);
     // Where the results that only the lost member had are missing, it says so, and has to be started again.

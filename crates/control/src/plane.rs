@@ -332,10 +332,7 @@ fn check(request: &JoinRequest) -> Result<(), Fault> {
         let detail = format!("a world size of {world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks");
         return Err(Fault::new(FaultKind::InvalidArgument, detail));
     }
-    let ranks_max = match request.policy {
-        Policy::Fixed => *world_size,
-        Policy::Elastic { ranks_max, .. } => ranks_max.max(*world_size),
-    };
+    let ranks_max = request.policy.ranks_max(*world_size);
     if rank.0 >= ranks_max {
         let detail = format!("{rank} in a job of {ranks_max} ranks: ranks count from 0");
         return Err(Fault::new(FaultKind::InvalidArgument, detail).at(*rank));

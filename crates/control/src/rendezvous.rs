@@ -19,18 +19,20 @@
 //! [`Rendezvous::poll_event`], and look at [`Rendezvous::outcome`]. Records may come more than once.
 
 mod others;
+mod types;
 mod words;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
-use gradwire_proto::member::Endpoint;
 use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, Member, RecordId, Snapshot, View};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 
-use crate::record::{Instance, RECORD_VERSION, Record};
+use crate::record::{RECORD_VERSION, Record};
 use others::Others;
+pub(crate) use types::{Append, Me};
+pub use types::{ControlEvent, Policy};
 
 /// How long a rank waits for the ranks before it to propose.
 const PROPOSE_GRACE: Duration = Duration::from_millis(300);
@@ -57,59 +59,6 @@ const IDS_PER_RANK_MAX: usize = 64;
 
 /// The protocol version of the data path that a Join announces.
 pub(crate) const PROTOCOL_VERSION: u16 = gradwire_proto::frame::PROTOCOL_VERSION as u16;
-
-/// What happens when members are lost, or more processes join. The same on every rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// The members of epoch 1 stay.
-    Fixed,
-    /// Members that leave or are suspected are left out of the next epoch, and processes that join are taken in.
-    Elastic {
-        /// With fewer live members no further epoch begins, until others have joined.
-        ranks_min: u32,
-        /// Ranks that join later are below this; those that the job starts with always may.
-        ranks_max: u32,
-    },
-}
-
-/// What other ranks made known after joining.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ControlEvent {
-    /// A rank met a fault that ends the job. `reporter` names it.
-    Failed(Fault),
-    /// A new epoch began: this rank is a member of it, or waits to become one.
-    View(View),
-    /// A new epoch began without this rank, which must stop: nothing that it does counts any more.
-    Removed(Fault),
-    /// Members were lost, and so few are left that no epoch begins until others have joined.
-    TooFew {
-        /// How many are left, with those that are ready to join.
-        left: u32,
-        /// How many there have to be.
-        needed: u32,
-    },
-}
-
-/// Who this rank is.
-#[derive(Clone, Debug)]
-pub(crate) struct Me {
-    pub(crate) job: String,
-    pub(crate) instance: Instance,
-    pub(crate) rank: Rank,
-    pub(crate) world_size: u32,
-    pub(crate) policy: Policy,
-    pub(crate) endpoint: Endpoint,
-    /// The id of this process's Join.
-    pub(crate) join_id: RecordId,
-}
-
-/// A record to append. Without an id it gets a new one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Append {
-    pub(crate) id: Option<RecordId>,
-    pub(crate) body: Body,
-}
 
 #[derive(Debug)]
 enum State {
@@ -367,11 +316,7 @@ impl Rendezvous {
         if world_size != self.me.world_size {
             return self.conflict(self.other_world_size(rank, world_size));
         }
-        let ranks_max = match self.me.policy {
-            Policy::Fixed => world_size,
-            Policy::Elastic { ranks_max, .. } => world_size.max(ranks_max),
-        };
-        if rank.0 >= ranks_max {
+        if rank.0 >= self.me.policy.ranks_max(world_size) {
             let detail = format!("{rank} joined a job of {world_size} ranks: ranks count from 0");
             return self.conflict(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
         }
@@ -444,13 +389,12 @@ impl Rendezvous {
             State::Joining if member => self.state = State::Member,
             State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed(None)),
             State::Joining if self.me.policy == Policy::Fixed => self.fail(self.taken_twice(self.me.rank)),
-            State::Late if member => {
+            State::Late | State::Member if member => {
                 let view = view.clone();
                 self.state = State::Member;
                 self.tell(ControlEvent::View(view));
             }
             State::Late if !self.log.is_gone(self.me.join_id) => self.tell(ControlEvent::View(view.clone())),
-            State::Member if member => self.tell(ControlEvent::View(view.clone())),
             State::Member | State::Late => {
                 self.state = State::Removed;
                 self.tell(ControlEvent::Removed(self.removed(None)));

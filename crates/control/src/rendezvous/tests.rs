@@ -1,6 +1,7 @@
 //! The rendezvous on a simulated log, with simulated time: every rank reads the same records in the same order.
 
 use gradwire_proto::Secret;
+use gradwire_proto::member::Endpoint;
 
 use super::*;
 use crate::record::{Header, RecordKey};

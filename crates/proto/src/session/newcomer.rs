@@ -72,8 +72,9 @@ impl Session {
         self.peers.iter().any(|peer| peer.sync.as_ref().is_some_and(|sync| sync.epoch >= epoch))
     }
 
-    /// Too few ranks are left to go on: ends the step's operations with [`Event::Aborted`](super::Event::Aborted), so that the caller is free
-    /// while it waits for others. The step begins anew with the next epoch; what is posted before waits for it.
+    /// Too few ranks are left to go on: ends the step's operations with [`Event::Aborted`](super::Event::Aborted), so that
+    /// the caller is free while it waits for others. The step begins anew with the next epoch; what is posted before waits
+    /// for it.
     pub fn give_up_step(&mut self, why: &str) {
         if self.fault.is_some() || self.suspended || self.touched.is_empty() && self.committing.is_none() {
             return;
