@@ -56,6 +56,36 @@ fn a_rank_that_was_killed_comes_back_with_the_state_and_takes_part() {
     }
 }
 
+/// Found by a user: a newcomer has no part in a save that the others make before the step that it begins with.
+#[test]
+fn a_rank_may_join_while_the_others_save_their_state() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let plan = plan(3, "tcp").with("E2E_SAVES", directory.path().display());
+    let mut job = start(&plan);
+    let mut back = 1;
+    for step in [8, 28, 48] {
+        job.wait_for_line(0, &format!("step {step} "));
+        job.signal(back, Signal::KILL);
+        back = job.add(command(&plan, 1));
+        job.wait_for_line(back, "joined ");
+    }
+    let ended = job.wait();
+    let all = assert_same(&ended, &[0, 2, back]);
+    assert_eq!(all[&(STEPS - 1)].0, "0,1,2", "{ended:#?}");
+}
+
+#[test]
+fn with_nobody_left_who_has_the_state_a_newcomer_hears_so_at_once() {
+    let plan = plan(2, "auto");
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 5 ");
+    job.signal(0, Signal::KILL);
+    job.signal(1, Signal::KILL);
+    let alone = job.add(command(&plan, 1));
+    let said = job.wait()[alone].verdict().to_owned();
+    assert!(said.starts_with("fault RankDied") && said.contains("start it again from what was saved"), "{said}");
+}
+
 #[test]
 fn a_job_grows_by_ranks_that_it_did_not_start_with() {
     let plan = plan(2, "auto");

@@ -13,7 +13,7 @@ use crate::env::Place;
 use crate::group::Group;
 use crate::handle::Tensor;
 use crate::state::Trainer;
-use crate::transfer::Newcomer;
+use crate::transfer::{Newcomer, parts_of};
 use crate::types::{Integrity, TensorSpec, Transfer, TransportChoice};
 use joining::Start;
 
@@ -198,11 +198,14 @@ impl Builder {
     /// nobody has; the others go on meanwhile. That takes [`Recovery::Redo`] or [`Recovery::Abort`] on every rank, and
     /// that they all call [`Group::offer_state`] at the beginning of each step.
     ///
-    /// Whichever it was, the trainer goes on with [`Joined::step`].
+    /// Whichever it was, the trainer goes on with [`Joined::step`]. That [`Trainer::apply`] does what the others did is
+    /// taken on trust: states are compared where members give them away, not afterwards.
     ///
     /// # Errors
-    /// As [`Builder::connect`] and [`Group::declare`]. What `trainer` holds is unspecified then.
+    /// As [`Builder::connect`] and [`Group::declare`]; `InvalidArgument` for a part of the state that is nameless or named
+    /// twice; `RankDied` when no rank is left that has the state. What `trainer` holds is unspecified then.
     pub fn join(mut self, specs: &[TensorSpec], trainer: &mut dyn Trainer) -> Result<Joined, Fault> {
+        parts_of(&trainer.parts())?;
         let start = self.start()?;
         if !start.is_late() {
             let step = self.first_step;

@@ -263,6 +263,13 @@ impl Driver {
         self.release(engine);
     }
 
+    /// Lets the engine take up what the control plane said and, at the beginning of a step, enter an epoch that waits.
+    pub(crate) fn look_at_members(&self, view_waits: bool) {
+        if view_waits || self.control_rang.load(Ordering::Acquire) {
+            self.with_engine(|engine| self.turn(engine));
+        }
+    }
+
     /// One round of the engine.
     fn turn(&self, engine: &mut Engine) -> bool {
         self.take_submissions(engine);

@@ -363,8 +363,9 @@ impl Group {
     }
 
     /// Offers the trainer's state to processes that join the running job ([`Builder::join`](crate::Builder::join)): call it
-    /// at the beginning of each step, before its first operation, on every rank, also of a step that is repeated. It is
-    /// copied, as far as it is this rank's share, only if somebody waits for the state of just this step; otherwise this
+    /// at the beginning of each step, before its first operation, on every rank, also of a step that is repeated. What is
+    /// done between steps, such as [`Group::save`], comes before it: a rank that joins has no part in that. Ranks do not
+    /// join in a step before which the state was saved. The state is copied, as far as it is this rank's share, only if somebody waits for the state of just this step; otherwise this
     /// costs nothing.
     ///
     /// Where so few ranks are left that they may not go on ([`Builder::ranks_min`](crate::Builder::ranks_min)) it waits for
@@ -376,7 +377,9 @@ impl Group {
     pub fn offer_state(&self, state: &dyn State) -> Result<(), Fault> {
         let Some(DoorKeeper { holder, .. }) = &self.door else { return Ok(()) };
         let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
-        holder.offer(commits, state, self.identity.deadline)
+        holder.offer(commits, state, self.identity.deadline)?;
+        self.driver.look_at_members(holder.view_waits());
+        Ok(())
     }
 
     /// Waits until this rank, which joins a running job, knows where the others are. Returns how many steps are final.

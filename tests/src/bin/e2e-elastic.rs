@@ -3,7 +3,7 @@
 //!
 //! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB [LARGE_MIB]]]`: with a pause between steps, a state that is larger by so much,
 //! and a further tensor of this size, of which a few elements are checked. Each step is printed with the microseconds of
-//! the machine's monotonic clock at its end.
+//! the machine's monotonic clock at its end. `E2E_SAVES` is a directory in which every second state is saved.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -138,11 +138,16 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
     assert!(model.has_ballast(), "the state is not what it was");
     let (group, tensors) = (joined.group, joined.tensors);
     assert_eq!(joined.step.0, model.steps[0]);
+    let saves = std::env::var_os("E2E_SAVES").map(std::path::PathBuf::from);
     let mut aborted = 0;
     while model.steps[0] < steps {
         group.offer_state(&model)?;
         match step(&group, &tensors, &mut model) {
-            Ok(()) => {}
+            Ok(()) => {
+                if let Some(saves) = saves.as_ref().filter(|_| model.steps[0].is_multiple_of(2)) {
+                    group.save(saves, &model)?;
+                }
+            }
             Err(fault) if fault.kind == FaultKind::StepAborted => aborted += 1,
             Err(fault) => return Err(fault),
         }

@@ -102,7 +102,7 @@ impl Disturbances {
         if let Some(join) = self.joins.first()
             && !CAN_JOIN
         {
-            return refuse(&format!("--join {join}"), "ranks cannot join a running job yet");
+            return refuse(&format!("--join {join}"), "the demo cannot start further ranks while it trains yet");
         }
         let kills = self.kills.iter().map(|kill| (format!("--kill {kill}"), kill.rank, kill.step));
         let stalls = self.stalls.iter().map(|stall| (format!("--stall {stall}"), stall.rank, stall.step));

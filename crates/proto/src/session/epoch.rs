@@ -152,7 +152,7 @@ impl Session {
         if self.suspended {
             let lost: Vec<Rank> = self.others().filter(|peer| self.peers[peer.index()].lost).collect();
             let detail = format!(
-                "{} was lost, too few ranks were left to go on, and no others came in time: start more, or allow fewer",
+                "{} was lost, too few ranks were left to go on, and no others came in time: start more, or allow fewer; others get the state only from ranks that offer it at the beginning of each step",
                 name_ranks(lost.iter().copied())
             );
             return Some(at_first(Fault::new(FaultKind::RankDied, detail), &lost));

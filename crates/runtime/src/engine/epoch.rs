@@ -132,9 +132,16 @@ impl Engine {
     }
 
     /// There is a new view: it is entered as soon as newcomers have opened their links and, where it only adds members,
-    /// between two steps.
+    /// at the beginning of a step.
     pub(crate) fn set_view(&mut self, view: View) {
         self.epochs.pending = Some((view, Instant::now()));
+        self.tell_view_waits();
+    }
+
+    fn tell_view_waits(&self) {
+        if let Some(holder) = &self.holder {
+            holder.set_view_waits(self.epochs.pending.is_some());
+        }
     }
 
     /// A newcomer opened its link.
@@ -148,13 +155,14 @@ impl Engine {
         let Some((view, since)) = &self.epochs.pending else { return false };
         if view.epoch <= self.session.config().epoch || self.session.fault().is_some() {
             self.epochs.pending = None;
+            self.tell_view_waits();
             return false;
         }
         let is_member = |rank: Rank, id: RecordId| self.epochs.processes.contains(&(rank, id));
         let fresh: Vec<Rank> =
             view.members.iter().filter(|one| !is_member(one.rank, one.id)).map(|one| one.rank).collect();
         let only_adds = self.epochs.processes.iter().all(|(_, id)| view.member(*id).is_some());
-        if only_adds && !self.session.is_between_steps() && !self.session.is_awaited_in(view.epoch) {
+        if only_adds && !self.may_grow() && !self.session.is_awaited_in(view.epoch) {
             return false;
         }
         let absent = |rank: &&Rank| !self.epochs.arrivals.iter().any(|arrival| arrival.peer == **rank);
@@ -169,8 +177,16 @@ impl Engine {
             return false;
         }
         let Some((view, _)) = self.epochs.pending.take() else { return false };
+        self.tell_view_waits();
         self.enter(&view, &fresh);
         true
+    }
+
+    /// Whether the trainer is at the beginning of a step: nothing has to be done again, and it does nothing any more, such
+    /// as saving, in which a newcomer would have no part.
+    fn may_grow(&self) -> bool {
+        let offered = self.holder.as_ref().is_some_and(|holder| holder.has_offered(self.session.commits()));
+        offered && self.session.is_between_steps()
     }
 
     /// Goes on with these members. Links to those that are none any more end, so that nothing of them lands.

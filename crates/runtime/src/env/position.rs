@@ -124,11 +124,12 @@ impl Family {
         }
         // Processes that join a running job may have further ranks.
         let ranks_max = variables("GRADWIRE_RANKS_MAX").and_then(|text| text.parse().ok()).unwrap_or(0);
-        if rank >= world_size.max(ranks_max).min(WORLD_SIZE_MAX) {
+        let ranks_max = world_size.max(ranks_max).min(WORLD_SIZE_MAX);
+        if rank >= ranks_max {
             let text = format!("{} is {rank}, and {world_name} is {world_size}: ranks count from 0", self.rank);
             return Err(Fault::new(FaultKind::WorldMismatch, text));
         }
-        let (local_rank, local_world_size) = self.local(variables, rank, world_size)?;
+        let (local_rank, local_world_size) = self.local(variables, rank, world_size, ranks_max)?;
         Ok(Some(Position {
             rank: Rank(rank),
             world_size,
@@ -141,7 +142,7 @@ impl Family {
 
     /// Place and number of ranks on this host. Where only some is said, the rest follows if it can: a launcher that
     /// says nothing of hosts has one.
-    fn local(&self, variables: Variables<'_>, rank: u32, world_size: u32) -> Result<(u32, u32), Fault> {
+    fn local(&self, variables: Variables<'_>, rank: u32, world_size: u32, ranks_max: u32) -> Result<(u32, u32), Fault> {
         let local_name = self.local_world_size.iter().find(|name| variables(name).is_some());
         let said = match local_name {
             Some(name) => number(variables, name)?,
@@ -152,14 +153,14 @@ impl Family {
         let local_world_size = said.unwrap_or(world_size);
         let local_rank = match local_rank {
             Some(local_rank) => local_rank,
-            None if local_world_size == world_size => rank,
+            None if local_world_size >= world_size => rank,
             None => {
                 let text =
                     format!("there are {local_world_size} ranks on this host and {} is not set", self.local_rank);
                 return Err(Fault::new(FaultKind::InvalidArgument, text));
             }
         };
-        if local_world_size == 0 || local_world_size > world_size {
+        if local_world_size == 0 || local_world_size > ranks_max {
             let name = local_name.unwrap_or(&self.local_rank);
             let text = format!("{name} is {local_world_size} in a job of {world_size} ranks");
             return Err(Fault::new(FaultKind::WorldMismatch, text));

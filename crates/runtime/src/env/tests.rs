@@ -36,6 +36,21 @@ fn without_a_launcher_it_is_a_job_of_one() {
     assert!(place.job.as_str().starts_with("job-"));
 }
 
+/// Found by a user: slots that were added to the host on which the job began.
+#[test]
+fn ranks_beyond_those_that_a_job_began_with_are_further_ones_on_their_host() {
+    let place = |local: &str, most: &str| {
+        let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRADWIRE_RANKS_MAX"];
+        let values = ["3", "3", "3", local, most];
+        position(&names.into_iter().zip(values).collect::<Vec<_>>()).map(|position| short(&position))
+    };
+    let (rank, world, local_rank, local_world, _) = place("4", "5").unwrap();
+    assert_eq!((rank, world, local_rank, local_world), (3, 3, 3, 4));
+    assert_eq!(place("3", "5").unwrap().3, 4, "it is one more");
+    assert_eq!(place("6", "5").unwrap_err().kind, FaultKind::WorldMismatch);
+    assert_eq!(place("4", "3").unwrap_err().kind, FaultKind::WorldMismatch);
+}
+
 #[test]
 fn gradwire_launch_gives_everything() {
     let place = place(&[

@@ -1,7 +1,7 @@
 //! What a member keeps for a newcomer: its share of the state at one step, and the results of later steps.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,11 @@ pub(crate) struct Holder {
     wanted: AtomicBool,
     /// Results are kept.
     journals: AtomicBool,
+    /// One more than the commits at the last offer: from there to its first operation a step has not begun, and what the
+    /// trainer does between steps, such as saving, is over.
+    offered: AtomicU64,
+    /// A view waits to be entered at the beginning of a step.
+    view_waits: AtomicBool,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -97,7 +102,9 @@ pub(crate) struct Made {
 impl Holder {
     pub(crate) fn new(first_step: Step) -> Self {
         let (wanted, journals) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { first_step, wanted, journals, inner: Mutex::default(), changed: Condvar::new() }
+        let offered = AtomicU64::new(0);
+        let view_waits = AtomicBool::new(false);
+        Self { first_step, wanted, journals, offered, view_waits, inner: Mutex::default(), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -112,6 +119,19 @@ impl Holder {
     /// Where a rank that joined later begins.
     pub(crate) fn begin(&self, commits: u64) {
         self.lock().commits = commits;
+    }
+
+    /// Whether the trainer has offered its state after so many steps.
+    pub(crate) fn has_offered(&self, commits: u64) -> bool {
+        self.offered.load(Ordering::Acquire) == commits + 1
+    }
+
+    pub(crate) fn set_view_waits(&self, waits: bool) {
+        self.view_waits.store(waits, Ordering::Release);
+    }
+
+    pub(crate) fn view_waits(&self) -> bool {
+        self.view_waits.load(Ordering::Acquire)
     }
 
     /// Whether results are to be handed to [`Holder::keep`].
@@ -177,6 +197,7 @@ impl Holder {
     /// The trainer offers its state, which is that after `commits` final steps: copied if a newcomer waits for just this
     /// one. Waits for others where too few ranks are left.
     pub(crate) fn offer(&self, commits: u64, state: &dyn State, patience: Duration) -> Result<(), Fault> {
+        self.offered.store(commits + 1, Ordering::Release);
         if !self.wanted.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -345,7 +366,7 @@ impl Inner {
 ///
 /// # Errors
 /// `InvalidArgument` for a part that is nameless, named twice, or too long.
-pub(super) fn parts_of(parts: &[StateTensor<'_>]) -> Result<Vec<SavedPart>, Fault> {
+pub(crate) fn parts_of(parts: &[StateTensor<'_>]) -> Result<Vec<SavedPart>, Fault> {
     check_parts(parts.iter().map(|part| (part.name, part.bytes.len() as u64)))?;
     Ok(parts.iter().map(|part| SavedPart { name: part.name.to_owned(), bytes: part.bytes.len() as u64 }).collect())
 }

@@ -13,5 +13,5 @@ mod server;
 mod stream;
 
 pub(crate) use door::{DoorBell, DoorKeeper};
-pub(crate) use holder::{Holder, Made};
+pub(crate) use holder::{Holder, Made, parts_of};
 pub(crate) use newcomer::Newcomer;

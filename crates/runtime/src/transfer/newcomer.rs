@@ -8,7 +8,7 @@ use gradwire_control::{ControlEvent, ControlPlane};
 use gradwire_proto::hello::HelloParams;
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::membership::View;
+use gradwire_proto::membership::{Member, View};
 use gradwire_proto::saved::SavedPart;
 use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank, Step, WireFormat};
@@ -23,7 +23,7 @@ use crate::state::{StepResults, StepTensor, Trainer};
 use crate::types::{TensorSpec, Transfer};
 
 /// How long one member may take to be reached; another one is asked then.
-const DIAL_MAX: Duration = Duration::from_secs(3);
+const DIAL_MAX: Duration = Duration::from_secs(5);
 /// A member from which nothing comes for so long is not asked any more.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// How long to wait before everything is tried again.
@@ -148,24 +148,47 @@ impl Newcomer<'_> {
     }
 
     /// Streams to all members that can be reached.
-    fn connect(&mut self) -> Result<Vec<Source>, Attempt> {
+    fn connect(&self) -> Result<Vec<Source>, Attempt> {
         let limit = self.deadline.min(Instant::now() + DIAL_MAX);
-        let (mut sources, mut why) = (Vec::new(), "the job has no members".to_owned());
-        for member in self.view.members.iter().filter(|member| member.id != self.control.join_id()) {
-            let ends = (&self.endpoint, &member.endpoint);
-            match dial_state(ends, &self.params, member.rank, limit, &|| None) {
-                Ok(stream) => {
-                    if let Err(error) = stream.set_timeout(SILENCE_MAX) {
-                        why = error.to_string();
-                        continue;
-                    }
-                    sources.push(Source { rank: member.rank, stream: FrameStream::new(stream, self.params.job) });
-                }
-                Err(fault) if fault.kind == FaultKind::SecretMismatch => return Err(fault.into()),
-                Err(fault) => why = fault.to_string(),
+        let others: Vec<&Member> =
+            self.view.members.iter().filter(|member| member.id != self.control.join_id()).collect();
+        // All at once: one that is gone takes as long as it may.
+        let dialled: Vec<Result<Source, Fault>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = others.iter().map(|member| scope.spawn(|| self.dial(member, limit))).collect();
+            let panicked = |_| Err(Fault::new(FaultKind::System, "the thread that dials panicked"));
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+        });
+        let (mut sources, mut faults) = (Vec::new(), Vec::new());
+        for outcome in dialled {
+            match outcome {
+                Ok(source) => sources.push(source),
+                Err(fault) => faults.push(fault),
             }
         }
-        if sources.is_empty() { Err(Attempt::Again(why)) } else { Ok(sources) }
+        if let Some(fault) = faults.iter().find(|fault| fault.kind == FaultKind::SecretMismatch) {
+            return Err(fault.clone().into());
+        }
+        if !sources.is_empty() {
+            return Ok(sources);
+        }
+        let why = faults.last().map_or_else(|| "the job has no members".to_owned(), ToString::to_string);
+        // Each was dialled again and again, and nothing listens where it did.
+        if faults.iter().all(|fault| fault.kind == FaultKind::AddressUnreachable) {
+            let detail = format!(
+                "no rank is left that has the job's state ({why}): end the job, and start it again from what was saved"
+            );
+            return Err(Attempt::Never(Fault::new(FaultKind::RankDied, detail)));
+        }
+        Err(Attempt::Again(why))
+    }
+
+    fn dial(&self, member: &Member, limit: Instant) -> Result<Source, Fault> {
+        let ends = (&self.endpoint, &member.endpoint);
+        let stream = dial_state(ends, &self.params, member.rank, limit, &|| None)?;
+        stream
+            .set_timeout(SILENCE_MAX)
+            .map_err(|error| Fault::new(FaultKind::System, error.to_string()).at(member.rank))?;
+        Ok(Source { rank: member.rank, stream: FrameStream::new(stream, self.params.job, Some(self.deadline)) })
     }
 
     /// Gets the state as it is when so many steps are final.

@@ -19,7 +19,7 @@ const WAIT_EVERY: Duration = Duration::from_millis(500);
 
 /// Serves until the newcomer ends the stream, or is given up.
 pub(super) fn serve(stream: StateStream, job: JobTag, holder: &Arc<Holder>, asker: Asker) {
-    let mut server = Server { stream: FrameStream::new(stream, job), holder, asker };
+    let mut server = Server { stream: FrameStream::new(stream, job, None), holder, asker };
     let ended = server.stream.stream.set_timeout(IDLE_MAX).and_then(|()| server.run());
     holder.release(asker);
     if let Err(error) = ended
@@ -87,7 +87,7 @@ impl Server<'_> {
 
 /// What a newcomer hears when too many ask at once.
 pub(super) fn turn_away(stream: StateStream, job: JobTag) {
-    let mut stream = FrameStream::new(stream, job);
+    let mut stream = FrameStream::new(stream, job, None);
     let no = No { reason: Reason::Busy, commits: 0, detail: "many ranks are joining".to_owned() };
     let said = stream.stream.set_timeout(Duration::from_secs(1)).and_then(|()| stream.give(Given::No, &no.encode()));
     if let Err(error) = said {

@@ -1,6 +1,7 @@
 //! Frames on a stream that blocks.
 
 use std::io::{self, ErrorKind, Read, Write};
+use std::time::Instant;
 
 use gradwire_codec::crc32;
 use gradwire_proto::frame::{FLAG_CHECKED, FrameHeader, FrameKind, JobTag};
@@ -13,6 +14,8 @@ use gradwire_transport::establish::StateStream;
 pub(super) struct FrameStream {
     pub(super) stream: StateStream,
     job: JobTag,
+    /// Answers that take a while are waited for until then.
+    deadline: Option<Instant>,
 }
 
 /// An answer that arrived.
@@ -22,8 +25,8 @@ pub(super) enum Answer {
 }
 
 impl FrameStream {
-    pub(super) const fn new(stream: StateStream, job: JobTag) -> Self {
-        Self { stream, job }
+    pub(super) const fn new(stream: StateStream, job: JobTag, deadline: Option<Instant>) -> Self {
+        Self { stream, job, deadline }
     }
 
     pub(super) fn ask(&mut self, ask: Ask) -> io::Result<()> {
@@ -73,6 +76,9 @@ impl FrameStream {
             whole.resize(at + length, 0);
             self.read_body(&header, &mut whole[at..])?;
             match given {
+                Some(Given::Wait) if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+                    return Err(io::Error::new(ErrorKind::TimedOut, "its state was not offered in time"));
+                }
                 Some(Given::Wait) => whole.truncate(at),
                 Some(Given::No) => {
                     return No::decode(&whole[at..]).map(Answer::No).map_err(|malformed| invalid(malformed.0));

@@ -96,7 +96,8 @@ impl Door {
 /// Opens a stream to a member that gives its state away.
 ///
 /// # Errors
-/// A [`Fault`] that names the peer and every address that was tried, at `deadline` at the latest; what `stop` returned.
+/// A [`Fault`] that names the peer and every address that was tried: `AddressUnreachable` when nothing answers there,
+/// `DeadlineExceeded` at `deadline`; what `stop` returned.
 pub fn dial_state(
     (ours, theirs): (&Endpoint, &Endpoint),
     params: &HelloParams,
@@ -118,7 +119,7 @@ pub fn dial_state(
             return Err(fault);
         }
         if now >= deadline {
-            return Err(dial.unreachable());
+            return Err(Fault { kind: FaultKind::DeadlineExceeded, ..dial.unreachable() });
         }
         let mut fds = Vec::new();
         dial.watch(&mut fds);
