@@ -134,7 +134,7 @@ fn what_cannot_be_is_refused_with_a_clear_word() {
         (&["--stall", "1@3:soon"], "300ms"),
         (&["--ranks", "1", "--kill", "0@5"], "all 1 ranks could be lost"),
         (&["--mode", "federated", "--kill", "1@5"], "--mode allreduce"),
-        (&["--join", "100"], "--join 100: ranks cannot join a running job yet"),
+        (&["--join", "100"], "--join 100: the demo cannot start further ranks while it trains yet"),
     ] {
         let output = run(arguments);
         assert!(!output.status.success(), "{arguments:?}");
