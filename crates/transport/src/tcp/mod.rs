@@ -71,9 +71,6 @@ impl TcpTransport {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
             let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
             let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
-            let interval = Timespec { tv_sec: WATCH_SECONDS, tv_nsec: 0 };
-            let period = Itimerspec { it_interval: interval, it_value: interval };
-            rustix::time::timerfd_settime(&timer, TimerfdTimerFlags::empty(), &period)?;
             epoll::add(&epoll, &timer, epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
             Ok((epoll, timer))
         };
@@ -111,6 +108,7 @@ impl TcpTransport {
             Fault::new(FaultKind::System, format!("the socket to {peer} cannot be used ({error})")).at(peer)
         };
         let mut link = Box::new(Link::new(peer, stream).map_err(refused)?);
+        self.watch_every(WATCH_SECONDS).map_err(|errno| refused(errno.into()))?;
         let interest =
             epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         epoll::add(&self.epoll, link.socket(), epoll::EventData::new_u64(u64::from(peer.0)), interest)
@@ -126,6 +124,13 @@ impl TcpTransport {
         link.listed = true;
         self.links[peer.index()] = Some(link);
         Ok(())
+    }
+
+    /// Looks after the links this often; never where the seconds are 0, as while there is none: nobody has to poll then.
+    fn watch_every(&self, seconds: i64) -> Result<(), rustix::io::Errno> {
+        let interval = Timespec { tv_sec: seconds, tv_nsec: 0 };
+        let period = Itimerspec { it_interval: interval, it_value: interval };
+        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &period).map(drop)
     }
 
     /// How many writes of peers were not let in so far: refused by [`Sink::admit`], or not within registered memory.
@@ -198,6 +203,11 @@ impl TcpTransport {
         let link = self.links.get_mut(peer.index())?.take()?;
         let _ = epoll::delete(&self.epoll, link.socket());
         self.discarded_before += link.discarded();
+        if self.links.iter().all(Option::is_none) {
+            // Cannot fail; if it did, somebody would poll in vain.
+            let _ = self.watch_every(0);
+            self.watch_due = false;
+        }
         Some(link)
     }
 }

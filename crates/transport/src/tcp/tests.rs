@@ -328,3 +328,25 @@ fn a_host_that_vanishes_ends_the_link_and_one_that_is_only_slow_does_not() {
     assert_eq!(fault.kind, FaultKind::RankDied);
     assert!(fault.detail.contains("has not answered for"), "{fault}");
 }
+
+#[test]
+fn without_links_nobody_is_woken() {
+    let ready = |transport: &TcpTransport, seconds: i64| {
+        let fd = transport.event_fd();
+        let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
+        let limit = Timespec { tv_sec: seconds, tv_nsec: 200_000_000 };
+        rustix::event::poll(&mut fds, Some(&limit)).expect("poll") > 0
+    };
+    let never_any = TcpTransport::new().expect("new");
+    let (mut none_left, mut other) = pair();
+    none_left.disconnect(Rank(1));
+    assert!(!ready(&never_any, WATCH_SECONDS));
+    assert!(!ready(&none_left, 0), "nor when the last is gone");
+    // The other one, whose link ended, still looks after it.
+    assert!(ready(&other, 0));
+    let mut log = Log::default();
+    while log.down.is_empty() {
+        other.poll(&mut log);
+    }
+    assert!(!ready(&other, WATCH_SECONDS));
+}
