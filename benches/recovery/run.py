@@ -4,7 +4,7 @@
     cargo build --release -p gradwire-cli -p gradwire-tests
     benches/recovery/run.py --json recovery.json
 
-- `cost`: the time of a step that nobody is lost in, with `GRADWIRE_RECOVERY=redo` and with `fail`, in turns.
+- `cost`: the time of an allreduce and its commit, with `GRADWIRE_RECOVERY=redo` and with `fail`, in turns.
 - `kill`: from the SIGKILL of a rank to the end of the first step without it, on the slowest of the others; beside it the
   time from the same SIGKILL to the end of the first step of a job that is started again as a whole.
 - `join`: how long a rank that was killed takes to get the state from the others, beside one copy of as many bytes through a
@@ -82,9 +82,11 @@ def cost(args):
     times = {"redo": [], "fail": []}
     for _ in range(args.rounds):
         for recovery in times:
-            job = Job(args.ranks, [40, 0, 0, args.mib], GRADWIRE_RECOVERY=recovery, GRADWIRE_TRANSPORT=args.transport)
-            job.end()
-            times[recovery].append(statistics.median(step_ms(job, first=5)))
+            command = [TARGET / "gradwire", "bench", "allreduce", "-n", str(args.ranks), "--bytes", f"{args.mib}MiB"]
+            command += ["--in-place", "--commit", "--iters", "40", "--transport", args.transport, "--json"]
+            environment = {**os.environ, "GRADWIRE_RECOVERY": recovery}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+            times[recovery].append(json.loads(done.stdout)["ms_p50"])
     best = {recovery: min(medians) for recovery, medians in times.items()}
     return {"step_ms": times, "redo_to_fail": best["redo"] / best["fail"]}
 

@@ -67,6 +67,9 @@ struct AllreduceArgs {
     /// Reduce in place, instead of from one buffer into another.
     #[arg(long)]
     in_place: bool,
+    /// End each iteration with a commit, as trainers do, and time that too.
+    #[arg(long)]
+    commit: bool,
     /// Write one line of JSON per size to this file, or as the only thing on standard output.
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<JsonTarget>,
@@ -125,6 +128,7 @@ fn launch_command(args: &AllreduceArgs) -> Result<Vec<OsString>, Fault> {
     options.extend(args.iters.map(|iterations| format!("--iters={iterations}")));
     options.extend(args.warmup.map(|iterations| format!("--warmup={iterations}")));
     options.extend(args.in_place.then(|| "--in-place".to_owned()));
+    options.extend(args.commit.then(|| "--commit".to_owned()));
     launch::own_command(options)
         .map_err(|error| Fault::new(FaultKind::System, format!("this program's own path is unknown: {error}")))
 }

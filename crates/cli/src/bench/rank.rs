@@ -31,6 +31,8 @@ pub(crate) struct BenchRankArgs {
     warmup: Option<u32>,
     #[arg(long)]
     in_place: bool,
+    #[arg(long)]
+    commit: bool,
 }
 
 /// What a rank tells the parent when a size is done.
@@ -86,13 +88,11 @@ struct Bench<'a> {
     /// By which ranks find the slowest one's time of each iteration.
     times: Tensor,
     expected: Expected,
-    buffers: Option<Buffers>,
+    in_place: bool,
+    commit: bool,
+    /// Those of the iteration before, unless gradwire still has them.
+    buffers: [Option<Buffer>; 2],
     wrong: Option<String>,
-}
-
-enum Buffers {
-    InPlace(Buffer),
-    Apart { input: Buffer, output: Buffer },
 }
 
 impl<'a> Bench<'a> {
@@ -109,15 +109,9 @@ impl<'a> Bench<'a> {
             times.reduce(ReduceOp::Max),
         ];
         let [tensor, times] = ranks::exactly(group.declare(&specs)?)?;
-        let mut input = group.buffer(&tensor)?;
-        pattern::fill(input.as_mut_slice(), group.rank().0, 0);
-        let buffers = if args.in_place {
-            Buffers::InPlace(input)
-        } else {
-            Buffers::Apart { input, output: group.buffer(&tensor)? }
-        };
         let expected = Expected::new(size, group.world_size(), WireFormat::from(args.wire))?;
-        Ok(Self { group, tensor, times, expected, buffers: Some(buffers), wrong: None })
+        let (in_place, commit, buffers) = (args.in_place, args.commit, [None, None]);
+        Ok(Self { group, tensor, times, expected, in_place, commit, buffers, wrong: None })
     }
 
     /// This rank's times of the measured iterations.
@@ -132,40 +126,45 @@ impl<'a> Bench<'a> {
         Ok(times_ns)
     }
 
-    /// One iteration. Only the operation itself is timed: neither the barrier before it, nor making its input, nor
-    /// checking its result.
+    /// One iteration. Only the operation itself is timed, and the commit where there is one: neither the barrier before
+    /// it, nor making its input, nor checking its result.
     fn iterate(&mut self, round: u64) -> Result<i64, Fault> {
         let rank = self.group.rank().0;
-        let Some(buffers) = self.buffers.take() else { return Ok(0) };
-        match buffers {
-            Buffers::InPlace(mut data) => {
-                pattern::fill(data.as_mut_slice(), rank, round);
-                self.expected.stamp(round)?;
-                self.group.barrier()?;
-                let start = Instant::now();
-                let handle = self.group.allreduce(&self.tensor, data).map_err(|error| error.fault)?;
-                let completed = handle.wait().map_err(|error| error.fault)?;
-                let ns = timing::elapsed_ns(start);
-                self.check(round, completed.output.bytes());
-                self.buffers = Some(Buffers::InPlace(completed.output));
-                Ok(ns)
-            }
-            Buffers::Apart { mut input, mut output } => {
-                pattern::stamp(input.as_mut_slice(), rank, round);
-                // So that an element that is not written is found: all ones are a NaN that no sum gives.
-                output.bytes_mut().fill(0xff);
-                self.expected.stamp(round)?;
-                self.group.barrier()?;
-                let start = Instant::now();
-                let handle = self.group.allreduce_into(&self.tensor, input, output).map_err(|error| error.fault)?;
-                let completed = handle.wait().map_err(|error| error.fault)?;
-                let ns = timing::elapsed_ns(start);
-                self.check(round, completed.output.bytes());
-                // The input of an operation that has one comes back with its output.
-                self.buffers = completed.input.map(|input| Buffers::Apart { input, output: completed.output });
-                Ok(ns)
-            }
+        let [input, output] = std::mem::take(&mut self.buffers);
+        let is_new = input.is_none();
+        let mut input = input.map_or_else(|| self.group.buffer(&self.tensor), Ok)?;
+        if self.in_place || is_new {
+            pattern::fill(input.as_mut_slice(), rank, round);
+        } else {
+            pattern::stamp(input.as_mut_slice(), rank, round);
         }
+        let mut apart =
+            (!self.in_place).then(|| output.map_or_else(|| self.group.buffer(&self.tensor), Ok)).transpose()?;
+        if let Some(output) = &mut apart {
+            // So that an element that is not written is found: all ones are a NaN that no sum gives.
+            output.bytes_mut().fill(0xff);
+        }
+        self.expected.stamp(round)?;
+        self.group.barrier()?;
+        let start = Instant::now();
+        let handle = match apart {
+            None => self.group.allreduce(&self.tensor, input),
+            Some(output) => self.group.allreduce_into(&self.tensor, input, output),
+        };
+        let completed = handle.map_err(|error| error.fault)?.wait().map_err(|error| error.fault)?;
+        if self.commit {
+            let commit = self.group.commit()?;
+            debug_assert!(commit.replaced.is_empty(), "no rank is lost here");
+        }
+        let ns = timing::elapsed_ns(start);
+        self.check(round, completed.output.bytes());
+        self.buffers = match completed.input {
+            Some(input) => [Some(input), Some(completed.output)],
+            None if self.in_place => [Some(completed.output), None],
+            // Kept until the commit, to be reduced again if a rank is lost.
+            None => [None, Some(completed.output)],
+        };
+        Ok(ns)
     }
 
     /// Keeps the first result that is wrong.

@@ -33,6 +33,7 @@ struct Row {
     #[serde(skip)]
     size: TensorBytes,
     in_place: bool,
+    commit: bool,
     iters: usize,
     ms_min: f64,
     ms_p50: f64,
@@ -124,6 +125,7 @@ impl Row {
             bytes: size.bytes(),
             size,
             in_place: args.in_place,
+            commit: args.commit,
             iters: timing.iters,
             ms_min: timing.ms_min,
             ms_p50: timing.ms_p50,
