@@ -30,7 +30,8 @@ pub enum Ask {
     /// What there is: [`Outline`].
     Outline,
     /// To keep the state as it is when so many steps are final, with the results of all later steps; of the state those
-    /// pieces that `seat` of `holders` keeps ([`keeps`]). Answered, when it is there, with [`Snapshot`].
+    /// pieces that `seat` of `holders` keeps ([`keeps`]). Answered, when that step has come, with [`Snapshot`]: the pieces
+    /// are being copied then, those that this seat is the first to keep before the others.
     Snapshot {
         /// Steps that are final.
         commits: u64,
@@ -39,10 +40,13 @@ pub enum Ask {
         /// How many are.
         holders: u32,
     },
-    /// A piece of the state that is kept.
+    /// A piece of the state that is kept: answered when it has been copied.
     Piece(u32),
-    /// The results of the step after so many final ones: [`Results`], and then each of its updates.
+    /// The results of the step after so many final ones: [`Results`], and then each of its updates. The state is not needed
+    /// any more.
     Results(u64),
+    /// The checksums of all pieces that are kept: answered with [`Sums`] when the last has been copied.
+    Sums,
 }
 
 impl Ask {
@@ -66,6 +70,7 @@ impl Ask {
                 out.push(4);
                 out.extend_from_slice(&commits.to_le_bytes());
             }
+            Self::Sums => out.push(5),
         }
         out
     }
@@ -81,6 +86,7 @@ impl Ask {
             2 => Self::Snapshot { commits: reader.u64()?, seat: reader.u32()?, holders: reader.u32()? },
             3 => Self::Piece(reader.u32()?),
             4 => Self::Results(reader.u64()?),
+            5 => Self::Sums,
             _ => return Err(Malformed("an unknown question")),
         };
         if let Self::Snapshot { seat, holders, .. } = ask
@@ -119,14 +125,17 @@ pub enum Given {
     Wait = 6,
     /// There is none: [`No`].
     No = 7,
+    /// [`Sums`], in so many frames as it takes.
+    Sums = 8,
 }
 
 impl Given {
     /// The answer with this code.
     #[must_use]
     pub fn from_code(code: u32) -> Option<Self> {
-        let all = [Self::Outline, Self::Snapshot, Self::Piece, Self::Results, Self::Update, Self::Wait, Self::No];
-        all.into_iter().find(|given| *given as u32 == code)
+        let whole = [Self::Outline, Self::Snapshot, Self::Results, Self::Sums];
+        let other = [Self::Piece, Self::Update, Self::Wait, Self::No];
+        whole.into_iter().chain(other).find(|given| *given as u32 == code)
     }
 }
 
@@ -182,13 +191,11 @@ impl Outline {
     }
 }
 
-/// What a member keeps of the state.
+/// The state of which a member keeps its share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// All parts of the state: names, and lengths in bytes.
     pub parts: Vec<SavedPart>,
-    /// The pieces that are kept here, and their CRC-32.
-    pub sums: Vec<(u32, u32)>,
 }
 
 impl Snapshot {
@@ -197,8 +204,32 @@ impl Snapshot {
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
         put_parts(&mut out, &self.parts);
-        out.extend_from_slice(&(self.sums.len() as u32).to_le_bytes());
-        for (piece, crc) in &self.sums {
+        out
+    }
+
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// When it is malformed.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut reader = Reader::new(bytes);
+        let parts = read_parts(&mut reader)?;
+        reader.finish()?;
+        Ok(Self { parts })
+    }
+}
+
+/// The pieces that a member keeps, ascending, and the CRC-32 of each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sums(pub Vec<(u32, u32)>);
+
+impl Sums {
+    /// The body.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(4 + self.0.len() * 8);
+        out.extend_from_slice(&(self.0.len() as u32).to_le_bytes());
+        for (piece, crc) in &self.0 {
             out.extend_from_slice(&piece.to_le_bytes());
             out.extend_from_slice(&crc.to_le_bytes());
         }
@@ -211,16 +242,13 @@ impl Snapshot {
     /// When it is malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(bytes);
-        let mut snapshot = Self { parts: read_parts(&mut reader)?, sums: Vec::new() };
-        let sums = reader.u32()? as usize;
-        if sums > reader.remaining() / 8 {
+        let count = reader.u32()? as usize;
+        if count > reader.remaining() / 8 {
             return Err(Malformed("a list that is longer than its message"));
         }
-        for _ in 0..sums {
-            snapshot.sums.push((reader.u32()?, reader.u32()?));
-        }
+        let sums = (0..count).map(|_| Ok((reader.u32()?, reader.u32()?))).collect::<Result<_, Malformed>>()?;
         reader.finish()?;
-        Ok(snapshot)
+        Ok(Self(sums))
     }
 }
 
@@ -383,13 +411,15 @@ mod tests {
     #[test]
     fn bodies_round_trip_and_reject_every_other_length() {
         let snapshot = Ask::Snapshot { commits: 1 << 40, seat: 2, holders: 3 };
-        for ask in [Ask::Outline, snapshot, Ask::Piece(9), Ask::Results(10)] {
+        for ask in [Ask::Outline, snapshot, Ask::Piece(9), Ask::Results(10), Ask::Sums] {
             exact(&ask, &ask.encode(), Ask::decode);
         }
         exact(&outline(), &outline().encode(), Outline::decode);
         let part = |name: &str, bytes| SavedPart { name: name.to_owned(), bytes };
-        let snapshot = Snapshot { parts: vec![part("a", 10), part("b", 0)], sums: vec![(0, 77), (5, 8)] };
+        let snapshot = Snapshot { parts: vec![part("a", 10), part("b", 0)] };
         exact(&snapshot, &snapshot.encode(), Snapshot::decode);
+        let sums = Sums(vec![(0, 77), (5, 8)]);
+        exact(&sums, &sums.encode(), Sums::decode);
         let results = Results { epoch: Epoch(4), members: vec![Rank(0), Rank(7)], commits: 12, updates: 3 };
         exact(&results, &results.encode(), Results::decode);
         for reason in [Reason::NotYet, Reason::TooLate, Reason::Busy, Reason::Never] {
@@ -429,7 +459,7 @@ mod tests {
         #[test]
         fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = (Ask::decode(&bytes), Outline::decode(&bytes), Snapshot::decode(&bytes));
-            let _ = (Results::decode(&bytes), No::decode(&bytes));
+            let _ = (Results::decode(&bytes), No::decode(&bytes), Sums::decode(&bytes));
         }
 
         #[test]

@@ -209,6 +209,7 @@ proptest! {
         entry::manifest(&bytes);
         entry::hello(&bytes);
         entry::saved(&bytes);
+        entry::transfer(&bytes);
     }
 
     #[test]

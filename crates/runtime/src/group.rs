@@ -20,7 +20,7 @@ use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
 use crate::state::State;
-use crate::transfer::DoorKeeper;
+use crate::transfer::{Copying, DoorKeeper};
 use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Version};
 
 /// Names that begin like this are gradwire's own.
@@ -365,8 +365,10 @@ impl Group {
     /// Offers the trainer's state to processes that join the running job ([`Builder::join`](crate::Builder::join)): call it
     /// at the beginning of each step, before its first operation, on every rank, also of a step that is repeated. What is
     /// done between steps, such as [`Group::save`], comes before it: a rank that joins has no part in that. Ranks do not
-    /// join in a step before which the state was saved. The state is copied, as far as it is this rank's share, only if somebody waits for the state of just this step; otherwise this
-    /// costs nothing.
+    /// join in a step before which the state was saved.
+    ///
+    /// The state is copied, as far as it is this rank's share, only if somebody waits for the state of just this step;
+    /// otherwise this costs nothing. It returns when that is done: [`Group::offer_state_during`] copies beside the step.
     ///
     /// Where so few ranks are left that they may not go on ([`Builder::ranks_min`](crate::Builder::ranks_min)) it waits for
     /// others, up to the deadline.
@@ -375,11 +377,36 @@ impl Group {
     /// `DeadlineExceeded` when too few ranks are left, and no others came in time. `InvalidArgument` when two parts of the
     /// state have one name.
     pub fn offer_state(&self, state: &dyn State) -> Result<(), Fault> {
-        let Some(DoorKeeper { holder, .. }) = &self.door else { return Ok(()) };
-        let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
-        holder.offer(commits, state, self.identity.deadline)?;
-        self.driver.look_at_members(holder.view_waits());
+        if let Some(copying) = self.offer(state)? {
+            copying.run();
+        }
         Ok(())
+    }
+
+    /// [`Group::offer_state`] for a trainer that leaves its state alone until the step's commit: `step` computes, exchanges
+    /// and commits while the state is copied by another thread, if anybody waits for it. Returns what `step` returned, once
+    /// the copy is made: only a step that is shorter than copying takes longer for it.
+    ///
+    /// # Errors
+    /// As [`Group::offer_state`]: `step` is not called then.
+    pub fn offer_state_during<R>(&self, state: &dyn State, step: impl FnOnce() -> R) -> Result<R, Fault> {
+        let Some(copying) = self.offer(state)? else { return Ok(step()) };
+        std::thread::scope(|scope| {
+            let copier = std::thread::Builder::new().name("gradwire-copy".into());
+            if copier.spawn_scoped(scope, || copying.run()).is_err() {
+                // Without a thread, before the step instead of beside it.
+                copying.run();
+            }
+            Ok(step())
+        })
+    }
+
+    fn offer<'a>(&self, state: &'a dyn State) -> Result<Option<Copying<'a>>, Fault> {
+        let Some(DoorKeeper { holder, .. }) = &self.door else { return Ok(None) };
+        let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
+        let copying = holder.offer(commits, state, self.identity.deadline)?;
+        self.driver.look_at_members(holder.view_waits());
+        Ok(copying)
     }
 
     /// Waits until this rank, which joins a running job, knows where the others are. Returns how many steps are final.

@@ -9,11 +9,12 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use gradwire::{
-    Builder, DType, Fault, FaultKind, Group, Rank, State, StateTensor, StateTensorMut, StepResults, Tensor, TensorSpec,
-    Trainer,
+    Buffer, Builder, Commit, DType, Fault, FaultKind, Group, Rank, State, StateTensor, StateTensorMut, StepResults,
+    Tensor, TensorSpec, Trainer,
 };
 use sha2::{Digest as _, Sha256};
 
+const PAGE: usize = 4096;
 /// Sizes: fused, small, and large enough to travel as it is.
 const SIZES: [u64; 4] = [10, 3000, 50_000, 300_000];
 
@@ -43,13 +44,13 @@ impl Model {
         Self { weights, steps: [0], ballast: vec![0; ballast] }
     }
 
-    /// What a rank that begins has, and one that joins has to get.
+    /// What a rank that begins has, and one that joins has to get: each page something else.
     fn fill_ballast(&mut self) {
-        self.ballast.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 7) as u8);
+        self.ballast.chunks_mut(PAGE).enumerate().for_each(|(nth, page)| page.fill((nth % 251) as u8));
     }
 
     fn has_ballast(&self) -> bool {
-        self.ballast.iter().enumerate().all(|(at, byte)| *byte == (at / 7) as u8)
+        self.ballast.chunks(PAGE).enumerate().all(|(nth, page)| page.iter().all(|byte| *byte == (nth % 251) as u8))
     }
 
     /// What a rank contributes: whole numbers, so that sums are exact in any order.
@@ -135,15 +136,25 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
     if joined.step.0 == 0 {
         model.fill_ballast();
     }
-    assert!(model.has_ballast(), "the state is not what it was");
     let (group, tensors) = (joined.group, joined.tensors);
     assert_eq!(joined.step.0, model.steps[0]);
     let saves = std::env::var_os("E2E_SAVES").map(std::path::PathBuf::from);
+    let offers_first = std::env::var_os("E2E_OFFERS_FIRST").is_some();
     let mut aborted = 0;
     while model.steps[0] < steps {
-        group.offer_state(&model)?;
-        match step(&group, &tensors, &mut model) {
-            Ok(()) => {
+        let exchange = || {
+            std::thread::sleep(pause);
+            exchange(&group, &tensors, &model)
+        };
+        let exchanged = if offers_first {
+            group.offer_state(&model)?;
+            exchange()
+        } else {
+            group.offer_state_during(&model, exchange)?
+        };
+        match exchanged {
+            Ok(exchanged) => {
+                apply(&mut model, exchanged);
                 if let Some(saves) = saves.as_ref().filter(|_| model.steps[0].is_multiple_of(2)) {
                     group.save(saves, &model)?;
                 }
@@ -151,15 +162,23 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
             Err(fault) if fault.kind == FaultKind::StepAborted => aborted += 1,
             Err(fault) => return Err(fault),
         }
-        std::thread::sleep(pause);
     }
+    // Only now: in the step that this rank begins with, the others would wait for it.
+    assert!(model.has_ballast(), "the state is not what it was");
     println!("aborted {aborted}");
     drop(tensors);
     group.close()?;
     Ok(format!("{steps} steps"))
 }
 
-fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Fault> {
+/// What a step came to: the results of the model's tensors, and then of the large one.
+struct Exchanged {
+    results: Vec<Buffer>,
+    commit: Commit,
+}
+
+/// Leaves the model alone: the others may be copying it.
+fn exchange(group: &Group, tensors: &[Tensor], model: &Model) -> Result<Exchanged, Fault> {
     let mut handles = Vec::new();
     if let Some(large) = tensors.get(SIZES.len()) {
         let mut data = group.buffer(large)?;
@@ -178,17 +197,24 @@ fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Faul
     for handle in handles {
         results.push(handle.wait()?.output);
     }
-    let mut large = (tensors.len() > SIZES.len()).then(|| results.remove(0));
-    let commit = group.commit()?;
-    for gradwire::Replaced { tensor, output, .. } in commit.replaced {
-        let at = tensors.iter().position(|other| other.name() == tensor.name()).expect("one of ours");
-        if at < SIZES.len() { results[at] = output } else { large = Some(output) }
+    if tensors.len() > SIZES.len() {
+        results.rotate_left(1);
     }
-    if let Some(large) = large {
+    let mut commit = group.commit()?;
+    for gradwire::Replaced { tensor, output, .. } in commit.replaced.drain(..) {
+        let at = tensors.iter().position(|other| other.name() == tensor.name()).expect("one of ours");
+        results[at] = output;
+    }
+    Ok(Exchanged { results, commit })
+}
+
+fn apply(model: &mut Model, exchanged: Exchanged) {
+    let Exchanged { results, commit } = exchanged;
+    if let Some(large) = results.get(SIZES.len()) {
         let sum: f32 = commit.contributors.iter().map(|rank| rank.0 as f32).sum();
         assert_eq!(large.as_slice::<f32>()[model.steps[0] as usize], sum);
     }
-    for (nth, result) in results.iter().enumerate() {
+    for (nth, result) in results.iter().take(SIZES.len()).enumerate() {
         model.check(nth, &commit.contributors, result.as_slice());
         model.update(nth, result.as_slice());
     }
@@ -197,5 +223,4 @@ fn step(group: &Group, tensors: &[Tensor], model: &mut Model) -> Result<(), Faul
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let now = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
     println!("step {} by {} is {} at {now}", model.steps[0] - 1, names(&commit.contributors), model.hash());
-    Ok(())
 }

@@ -7,7 +7,8 @@ use gradwire_proto::limits::{FRAME_HEADER_BYTES, MESSAGE_BODY_BYTES_MAX};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
 use gradwire_proto::member::{ADDRESSES_MAX, Endpoint};
 use gradwire_proto::saved::{SavedManifest, SavedPart, SavedShard, ShardHeader};
-use gradwire_proto::wire::Reader;
+use gradwire_proto::transfer::{Ask, No, Outline, Results, Snapshot, Sums};
+use gradwire_proto::wire::{Malformed, Reader};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret};
 
 /// The job of every frame here.
@@ -101,6 +102,22 @@ pub(crate) fn hello(bytes: &[u8]) {
         assert!(said <= 40 + 56, "said {said} bytes");
         assert_eq!(side.wanted(), 0);
     }
+}
+
+/// What is said when state is given to a newcomer: each message that is taken has one encoding. The manifests in an outline
+/// have it too, and are long: their memory is [`manifest`]'s matter.
+pub(crate) fn transfer(bytes: &[u8]) {
+    fn one<T>(bytes: &[u8], decode: fn(&[u8]) -> Result<T, Malformed>, encode: fn(&T) -> Vec<u8>) {
+        if let Ok(message) = decode(bytes) {
+            assert_eq!(encode(&message), bytes);
+        }
+    }
+    one(bytes, Ask::decode, Ask::encode);
+    one(bytes, Outline::decode, Outline::encode);
+    one(bytes, Snapshot::decode, Snapshot::encode);
+    one(bytes, Sums::decode, Sums::encode);
+    one(bytes, Results::decode, Results::encode);
+    one(bytes, No::decode, No::encode);
 }
 
 /// A saved state's manifest that is taken takes memory in proportion to its bytes, its shards cover the state, and it is

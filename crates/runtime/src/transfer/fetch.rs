@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
-use gradwire_proto::transfer::{Ask, Given, No, Snapshot, keeps};
+use gradwire_proto::transfer::{Ask, Given, No, Sums, keeps};
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::stream::{Answer, FrameStream, invalid};
@@ -62,30 +62,27 @@ pub(super) fn body(stream: &mut FrameStream, wanted: Given) -> Result<Vec<u8>, T
     }
 }
 
-/// The checksums of all pieces, on which all members that keep one agree.
+/// Compares the pieces that are here with what all members keep.
 ///
 /// # Errors
-/// `Diverged`, when two members' states differ; nothing if a piece is not kept by anybody.
-pub(super) fn agreed_sums(
-    sources: &[Source],
-    snapshots: &[Snapshot],
+/// `Diverged`, when the states of two members differ.
+pub(super) fn compare(
+    pieces: &BTreeMap<u32, (u32, Rank)>,
+    kept: &[(Rank, Sums)],
     part_of: &dyn Fn(u32) -> String,
-) -> Result<BTreeMap<u32, u32>, Fault> {
-    let mut sums: BTreeMap<u32, (u32, Rank)> = BTreeMap::new();
-    for (source, snapshot) in sources.iter().zip(snapshots) {
-        for (piece, crc) in &snapshot.sums {
-            let (known, by) = *sums.entry(*piece).or_insert((*crc, source.rank));
-            if known != *crc {
-                let detail = format!(
-                    "{by} and {} have different states in part '{}': they do not train the same model any more; start the job again from what was saved",
-                    source.rank,
-                    part_of(*piece)
-                );
-                return Err(Fault::new(FaultKind::Diverged, detail).at(source.rank));
-            }
+) -> Result<(), Fault> {
+    for (rank, sums) in kept {
+        for (piece, crc) in &sums.0 {
+            let Some((known, by)) = pieces.get(piece).filter(|(known, _)| known != crc) else { continue };
+            tracing::debug!(piece, known, crc, "two members keep different bytes");
+            let detail = format!(
+                "{by} and {rank} have different states in part '{}': they do not train the same model any more; start the job again from what was saved",
+                part_of(*piece)
+            );
+            return Err(Fault::new(FaultKind::Diverged, detail).at(*rank));
         }
     }
-    Ok(sums.into_iter().map(|(piece, (crc, _))| (piece, crc)).collect())
+    Ok(())
 }
 
 /// One piece, and where it goes.
@@ -117,56 +114,70 @@ impl<'a> Queue<'a> {
     }
 }
 
+/// What came of one member: its pieces with their checksums, and whether it can be asked again.
+#[derive(Default)]
+struct Got {
+    pieces: Vec<(u32, u32)>,
+    well: bool,
+}
+
 /// Gets every piece from a member that keeps it, all members at once; what one of them fails to give, another one does.
-/// Returns whether all is here.
-pub(super) fn fetch(sources: &mut [Source], sums: &BTreeMap<u32, u32>, targets: Vec<Target<'_>>) -> bool {
+/// Returns the CRC-32 of each, and who gave it; nothing if not all could be had. Members that failed are left out from
+/// then on.
+pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Option<BTreeMap<u32, (u32, Rank)>> {
     let holders = sources.len() as u32;
+    let mut seats: Vec<(u32, &mut Source)> = (0..).zip(sources.iter_mut()).collect();
     let mut classes: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
     for target in targets {
         classes[(target.0 % holders) as usize].push_back(target);
     }
     let queue = Queue { classes: Mutex::new(classes), holders };
-    let mut well = vec![true; sources.len()];
+    let (mut pieces, mut lost) = (BTreeMap::new(), Vec::new());
     loop {
-        let outcomes: Vec<bool> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..)
-                .zip(sources.iter_mut())
-                .zip(&well)
-                .map(|((seat, source), well)| {
-                    let queue = &queue;
-                    well.then(|| scope.spawn(move || fetch_from(&mut source.stream, seat, queue, sums)))
-                })
+        let got: Vec<Got> = std::thread::scope(|scope| {
+            let queue = &queue;
+            let threads: Vec<_> = seats
+                .iter_mut()
+                .map(|(seat, source)| scope.spawn(|| fetch_from(&mut source.stream, *seat, queue)))
                 .collect();
-            threads.into_iter().map(|thread| thread.is_some_and(|thread| thread.join().is_ok_and(|ok| ok))).collect()
+            threads.into_iter().map(|thread| thread.join().unwrap_or_default()).collect()
         });
-        if queue.is_empty() {
-            return true;
+        let before = seats.len();
+        let mut wells = got.iter().map(|got| got.well).collect::<Vec<_>>().into_iter();
+        for ((_, source), got) in seats.iter().zip(got) {
+            pieces.extend(got.pieces.into_iter().map(|(piece, crc)| (piece, (crc, source.rank))));
+            lost.extend((!got.well).then_some(source.rank));
         }
+        seats.retain(|_| wells.next() == Some(true));
+        let all = queue.is_empty();
         // Whoever was through before another one failed takes over.
-        if outcomes == well {
-            return false;
+        if all || seats.len() == before {
+            drop(queue);
+            sources.retain(|source| !lost.contains(&source.rank));
+            return all.then_some(pieces);
         }
-        well = outcomes;
     }
 }
 
-/// Gets pieces from one member until there are none that it keeps. Returns whether it can be asked again.
-fn fetch_from<'a>(stream: &mut FrameStream, seat: u32, queue: &Queue<'a>, sums: &BTreeMap<u32, u32>) -> bool {
+/// Gets pieces from one member until there are none that it keeps.
+fn fetch_from<'a>(stream: &mut FrameStream, seat: u32, queue: &Queue<'a>) -> Got {
     let mut asked: VecDeque<Target<'a>> = VecDeque::new();
-    let outcome = fetch_window(stream, seat, queue, sums, &mut asked);
+    let mut got = Got::default();
+    let outcome = fetch_window(stream, seat, queue, &mut asked, &mut got.pieces);
     asked.into_iter().for_each(|target| queue.put_back(target));
     if let Err(error) = &outcome {
         tracing::info!(%error, "a member stopped giving its state: others take over");
     }
-    outcome.is_ok()
+    got.well = outcome.is_ok();
+    got
 }
 
 fn fetch_window<'a>(
     stream: &mut FrameStream,
     seat: u32,
     queue: &Queue<'a>,
-    sums: &BTreeMap<u32, u32>,
     asked: &mut VecDeque<Target<'a>>,
+    got: &mut Vec<(u32, u32)>,
 ) -> io::Result<()> {
     loop {
         while asked.len() < WINDOW
@@ -178,13 +189,16 @@ fn fetch_window<'a>(
         }
         let Some((piece, bytes)) = asked.front_mut() else { return Ok(()) };
         let header = stream.read_given()?;
-        if header.bucket.0 != Given::Piece as u32 {
-            return Err(invalid("it does not keep this piece any more"));
+        match Given::from_code(header.bucket.0) {
+            Some(Given::Piece) => {}
+            Some(Given::Wait) => {
+                stream.read_body(&header, &mut [])?;
+                continue;
+            }
+            _ => return Err(invalid("it does not keep this piece any more")),
         }
         stream.read_body(&header, bytes)?;
-        if sums.get(piece) != Some(&header.payload_crc) {
-            return Err(invalid("a piece is not what it was when it was kept"));
-        }
+        got.push((*piece, header.payload_crc));
         asked.pop_front();
     }
 }

@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use gradwire_codec::crc32;
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::saved::{SavedPart, check_parts};
-use gradwire_proto::transfer::{No, Outline, Reason, Results, Snapshot, keeps, pieces};
-use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, Step, TensorId};
+use gradwire_proto::transfer::{No, Outline, Reason, Results};
+use gradwire_proto::{DType, Epoch, Fault, Rank, Step, TensorId};
 
+use super::share::{Copying, Share};
 use crate::state::{State, StateTensor};
 
 /// Most bytes of results that are kept: a newcomer that falls further behind begins anew.
@@ -47,7 +47,8 @@ struct Inner {
     /// Whom it all is kept for.
     asker: Option<Asker>,
     wish: Option<Wish>,
-    kept: Option<Kept>,
+    /// The share of the state that is kept, or why there is none.
+    kept: Option<Result<Arc<Share>, String>>,
     journal: VecDeque<Entry>,
     journal_bytes: usize,
     closed: bool,
@@ -58,14 +59,6 @@ struct Wish {
     commits: u64,
     seat: u32,
     holders: u32,
-}
-
-/// A share of the state.
-#[derive(Debug)]
-struct Kept {
-    snapshot: Snapshot,
-    /// In the order of `snapshot.sums`.
-    pieces: Vec<Vec<u8>>,
 }
 
 /// The results of a step, as far as this rank reduced them.
@@ -194,22 +187,35 @@ impl Holder {
         self.changed.notify_all();
     }
 
-    /// The trainer offers its state, which is that after `commits` final steps: copied if a newcomer waits for just this
-    /// one. Waits for others where too few ranks are left.
-    pub(crate) fn offer(&self, commits: u64, state: &dyn State, patience: Duration) -> Result<(), Fault> {
+    /// The trainer offers its state, which is that after `commits` final steps: where a newcomer waits for just this one,
+    /// there is something to be copied before the state changes. Waits for others where too few ranks are left.
+    pub(crate) fn offer<'a>(
+        &self,
+        commits: u64,
+        state: &'a dyn State,
+        patience: Duration,
+    ) -> Result<Option<Copying<'a>>, Fault> {
         self.offered.store(commits + 1, Ordering::Release);
         if !self.wanted.load(Ordering::Acquire) {
-            return Ok(());
+            return Ok(None);
         }
         let end = Instant::now() + patience;
         let mut inner = self.lock();
+        let mut copying = None;
         loop {
             if inner.wish.is_some_and(|wish| wish.commits <= commits) && inner.kept.is_none() {
-                inner.take_snapshot(commits, state)?;
+                copying = inner.begin_share(commits, state)?;
                 self.settle(&inner);
                 self.changed.notify_all();
             }
             let Some(fault) = inner.too_few.clone().filter(|_| !inner.closed) else { break };
+            if let Some(copying) = copying.take() {
+                // There is nothing else to do meanwhile.
+                drop(inner);
+                copying.run();
+                inner = self.lock();
+                continue;
+            }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 inner.resting = false;
@@ -220,7 +226,7 @@ impl Holder {
         }
         inner.resting = false;
         self.settle(&inner);
-        Ok(())
+        Ok(copying)
     }
 
     /// Looks at everything again at the next offer, where there may be something to do.
@@ -250,16 +256,18 @@ impl Holder {
         Ok(())
     }
 
-    /// The snapshot, waiting for it for so long. Nothing if it is not there yet.
-    pub(super) fn snapshot(&self, asker: Asker, patience: Duration) -> Result<Option<Snapshot>, No> {
+    /// The share that is kept, waiting until the step has come, for so long. Nothing if it has not.
+    pub(super) fn share(&self, asker: Asker, patience: Duration) -> Result<Option<Arc<Share>>, No> {
         let mut inner = self.lock();
         let end = Instant::now() + patience;
         loop {
             if inner.asker != Some(asker) {
                 return Err(inner.no(Reason::TooLate, "the state of that step has passed"));
             }
-            if let Some(kept) = &inner.kept {
-                return Ok(Some(kept.snapshot.clone()));
+            match &inner.kept {
+                Some(Ok(share)) => return Ok(Some(Arc::clone(share))),
+                Some(Err(why)) => return Err(inner.no(Reason::Never, why)),
+                None => {}
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -269,23 +277,18 @@ impl Holder {
         }
     }
 
-    /// A piece of the snapshot. It is given away once: what is sent needs not be kept.
-    pub(super) fn piece(&self, asker: Asker, piece: u32) -> Result<Vec<u8>, No> {
-        let mut inner = self.lock();
-        let mine = inner.asker == Some(asker);
-        let found = inner.kept.as_mut().filter(|_| mine).and_then(|kept| {
-            let at = kept.snapshot.sums.binary_search_by_key(&piece, |(piece, _)| *piece).ok()?;
-            kept.pieces.get_mut(at).map(std::mem::take)
-        });
-        found.filter(|bytes| !bytes.is_empty()).ok_or_else(|| inner.no(Reason::TooLate, "this piece is not kept here"))
+    /// What a newcomer hears that asks for what is not there.
+    pub(super) fn no(&self, reason: Reason, detail: &str) -> No {
+        self.lock().no(reason, detail)
     }
 
-    /// The results of the step after `commits` final ones; earlier ones are forgotten.
+    /// The results of the step after `commits` final ones; earlier ones, and the state, are forgotten.
     pub(super) fn results(&self, asker: Asker, commits: u64) -> Result<(Results, Vec<Made>), No> {
         let mut inner = self.lock();
         if inner.asker != Some(asker) {
             return Err(inner.no(Reason::TooLate, "nothing is kept for this newcomer"));
         }
+        inner.forget_state();
         while inner.journal.front().is_some_and(|first| first.commits < commits) {
             if let Some(first) = inner.journal.pop_front() {
                 inner.journal_bytes -= first.bytes();
@@ -328,37 +331,41 @@ impl Holder {
 
 impl Inner {
     fn forget(&mut self) {
-        (self.asker, self.wish, self.kept) = (None, None, None);
+        self.asker = None;
+        self.forget_state();
         self.journal.clear();
         self.journal_bytes = 0;
+    }
+
+    fn forget_state(&mut self) {
+        self.wish = None;
+        if let Some(Ok(share)) = self.kept.take() {
+            share.give_up();
+        }
     }
 
     fn no(&self, reason: Reason, detail: &str) -> No {
         No { reason, commits: self.commits, detail: detail.to_owned() }
     }
 
-    fn take_snapshot(&mut self, commits: u64, state: &dyn State) -> Result<(), Fault> {
-        let Some(Wish { commits: wanted, seat, holders }) = self.wish else { return Ok(()) };
+    /// Room for the share that was asked for, and what is to be copied to it.
+    fn begin_share<'a>(&mut self, commits: u64, state: &'a dyn State) -> Result<Option<Copying<'a>>, Fault> {
+        let Some(Wish { commits: wanted, seat, holders }) = self.wish else { return Ok(None) };
         if wanted < commits {
             // It was asked for too late: who asked has to name a later step.
             self.forget();
-            return Ok(());
+            return Ok(None);
         }
         let parts = state.parts();
-        let described = parts_of(&parts)?;
-        let lengths: Vec<u64> = described.iter().map(|part| part.bytes).collect();
-        let layout =
-            pieces(&lengths).ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "the state is too large"))?;
-        let mut kept = Kept { snapshot: Snapshot { parts: described, sums: Vec::new() }, pieces: Vec::new() };
-        for (piece, (part, range)) in (0..).zip(layout) {
-            if keeps(piece, seat, holders) {
-                let bytes = parts[part as usize].bytes[range.start as usize..range.end as usize].to_vec();
-                kept.snapshot.sums.push((piece, crc32(&bytes)));
-                kept.pieces.push(bytes);
+        let share = Share::new(parts_of(&parts)?, seat, holders).map(Arc::new);
+        self.kept = Some(share.clone());
+        match share {
+            Ok(share) => Ok(Some(Copying { share, parts })),
+            Err(why) => {
+                tracing::warn!(why, "the state cannot be kept for a newcomer");
+                Ok(None)
             }
         }
-        self.kept = Some(kept);
-        Ok(())
     }
 }
 

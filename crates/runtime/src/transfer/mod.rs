@@ -1,17 +1,20 @@
 //! Giving a job's state to processes that join it while it runs (docs/wire.md, section 12).
 //!
 //! A newcomer gets the state as it was when some step became final ([`Holder`] keeps it, because the trainer changes it
-//! meanwhile), from several members at once, and then the results of all later steps, which it applies as the others
+//! later), from several members at once, and then the results of all later steps, which it applies as the others
 //! did. When it has caught up it says so in the control log, becomes a member of the next epoch, and applies what came
-//! in between. None of it is on the members' critical path but the copying of their share of the state, once.
+//! in between. Members copy their share of the state once, beside their step where the trainer leaves its state alone
+//! until that is final.
 
 mod door;
 mod fetch;
 mod holder;
 mod newcomer;
 mod server;
+mod share;
 mod stream;
 
 pub(crate) use door::{DoorBell, DoorKeeper};
 pub(crate) use holder::{Holder, Made, parts_of};
 pub(crate) use newcomer::Newcomer;
+pub(crate) use share::Copying;

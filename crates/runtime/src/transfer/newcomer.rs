@@ -10,12 +10,12 @@ use gradwire_proto::manifest::Declaration;
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::membership::{Member, View};
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, pieces};
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank, Step, WireFormat};
 use gradwire_transport::Buffer;
 use gradwire_transport::establish::dial_state;
 
-use super::fetch::{Source, Trouble, agreed_sums, ask_all, body, fetch};
+use super::fetch::{Source, Trouble, ask_all, body, compare, fetch};
 use super::holder::parts_of;
 use super::stream::{FrameStream, invalid};
 use crate::group::RESERVED_PREFIX;
@@ -194,7 +194,7 @@ impl Newcomer<'_> {
     /// Gets the state as it is when so many steps are final.
     fn take_state(
         &self,
-        sources: &mut [Source],
+        sources: &mut Vec<Source>,
         commits: u64,
         parts: &[SavedPart],
         trainer: &mut dyn Trainer,
@@ -204,16 +204,10 @@ impl Newcomer<'_> {
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Snapshot)?, Snapshot::decode);
         let snapshots = ask_all(sources, ask, read);
         let snapshots = all(sources, snapshots)?;
+        let start = Instant::now();
         same_parts(sources, &snapshots, parts)?;
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         let layout = pieces(&lengths).ok_or_else(|| Attempt::Again("the state is too large".to_owned()))?;
-        let part_of = |piece: u32| {
-            layout.get(piece as usize).map_or_else(String::new, |(part, _)| parts[*part as usize].name.clone())
-        };
-        let sums = agreed_sums(sources, &snapshots, &part_of)?;
-        if sums.len() != layout.len() {
-            return Err(Attempt::Again("not all of the state was kept".to_owned()));
-        }
         let mut targets = Vec::with_capacity(layout.len());
         let mut pieces = layout.iter().peekable();
         for (part, state) in (0..).zip(trainer.parts_mut()) {
@@ -224,10 +218,16 @@ impl Newcomer<'_> {
                 rest = behind;
             }
         }
-        let start = Instant::now();
-        if !fetch(sources, &sums, targets) {
+        let Some(pieces) = fetch(sources, targets) else {
             return Err(Attempt::Again("too many members stopped giving their state".to_owned()));
-        }
+        };
+        let read = |stream: &mut FrameStream| decode(body(stream, Given::Sums)?, Sums::decode);
+        let sums = ask_all(sources, |_| Ask::Sums, read);
+        // What a member that is lost by now has given was what it kept.
+        let kept: Vec<(Rank, Sums)> =
+            sources.iter().zip(sums).filter_map(|(source, sums)| Some((source.rank, sums.ok()?))).collect();
+        let part_of = |piece: u32| parts[layout[piece as usize].0 as usize].name.clone();
+        compare(&pieces, &kept, &part_of)?;
         let bytes: u64 = lengths.iter().sum();
         let took = start.elapsed();
         tracing::info!(bytes, ms = took.as_millis() as u64, holders, commits, "the job's state is here");

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gradwire_proto::frame::{FrameHeader, FrameKind, JobTag, Location};
-use gradwire_proto::transfer::{Ask, Given, No, Reason};
+use gradwire_proto::transfer::{Ask, Given, No, Reason, Snapshot};
 use gradwire_proto::{BucketId, RegionKey, UnitIndex};
 use gradwire_transport::establish::StateStream;
 
 use super::holder::{Asker, Holder, Made};
+use super::share::Share;
 use super::stream::FrameStream;
 
 /// A newcomer that takes nothing, or asks nothing, for so long is given up.
@@ -19,7 +20,8 @@ const WAIT_EVERY: Duration = Duration::from_millis(500);
 
 /// Serves until the newcomer ends the stream, or is given up.
 pub(super) fn serve(stream: StateStream, job: JobTag, holder: &Arc<Holder>, asker: Asker) {
-    let mut server = Server { stream: FrameStream::new(stream, job, None), holder, asker };
+    let stream = FrameStream::new(stream, job, None);
+    let mut server = Server { stream, holder, asker, share: None, piece: Vec::new() };
     let ended = server.stream.stream.set_timeout(IDLE_MAX).and_then(|()| server.run());
     holder.release(asker);
     if let Err(error) = ended
@@ -33,6 +35,8 @@ struct Server<'a> {
     stream: FrameStream,
     holder: &'a Arc<Holder>,
     asker: Asker,
+    share: Option<Arc<Share>>,
+    piece: Vec<u8>,
 }
 
 impl Server<'_> {
@@ -41,11 +45,12 @@ impl Server<'_> {
             match self.stream.read_ask()? {
                 Ask::Outline => self.stream.give(Given::Outline, &self.holder.outline().encode())?,
                 Ask::Snapshot { commits, seat, holders } => self.snapshot(commits, seat, holders)?,
-                Ask::Piece(piece) => match self.holder.piece(self.asker, piece) {
-                    Ok(bytes) => self.stream.give(Given::Piece, &bytes)?,
-                    Err(no) => self.refuse(&no)?,
-                },
-                Ask::Results(commits) => self.results(commits)?,
+                Ask::Piece(piece) => self.piece(piece)?,
+                Ask::Results(commits) => {
+                    self.share = None;
+                    self.results(commits)?;
+                }
+                Ask::Sums => self.sums()?,
             }
         }
     }
@@ -54,17 +59,52 @@ impl Server<'_> {
         self.stream.give(Given::No, &no.encode())
     }
 
+    /// Asks again and again for what takes a while, and says that it does; then gives it, or says why not.
+    fn await_it<T>(&mut self, mut ask: impl FnMut(&mut Self) -> Result<Option<T>, No>) -> io::Result<Option<T>> {
+        loop {
+            match ask(self) {
+                Ok(Some(found)) => return Ok(Some(found)),
+                Ok(None) => self.stream.give(Given::Wait, &[])?,
+                Err(no) => return self.refuse(&no).map(|()| None),
+            }
+        }
+    }
+
     fn snapshot(&mut self, commits: u64, seat: u32, holders: u32) -> io::Result<()> {
+        self.share = None;
         if let Err(no) = self.holder.wish(self.asker, commits, seat, holders) {
             return self.refuse(&no);
         }
-        loop {
-            match self.holder.snapshot(self.asker, WAIT_EVERY) {
-                Ok(Some(snapshot)) => return self.stream.give(Given::Snapshot, &snapshot.encode()),
-                Ok(None) => self.stream.give(Given::Wait, &[])?,
-                Err(no) => return self.refuse(&no),
-            }
+        if let Some(share) = self.await_it(|server| server.holder.share(server.asker, WAIT_EVERY))? {
+            self.stream.give(Given::Snapshot, &Snapshot { parts: share.parts.clone() }.encode())?;
+            self.share = Some(share);
         }
+        Ok(())
+    }
+
+    /// The share, or why it is not there.
+    fn kept(&self) -> Result<Arc<Share>, No> {
+        self.share.clone().ok_or_else(|| self.holder.no(Reason::TooLate, "no state is kept for this newcomer"))
+    }
+
+    fn piece(&mut self, piece: u32) -> io::Result<()> {
+        let crc = self.await_it(|server| {
+            let share = server.kept()?;
+            let read = share.read(piece, &mut server.piece, WAIT_EVERY);
+            read.map_err(|why| server.holder.no(Reason::TooLate, &why))
+        })?;
+        match crc {
+            Some(crc) => self.stream.give_checked(Given::Piece, &self.piece, crc),
+            None => Ok(()),
+        }
+    }
+
+    fn sums(&mut self) -> io::Result<()> {
+        let sums = self.await_it(|server| {
+            let sums = server.kept()?.sums(WAIT_EVERY);
+            sums.map_err(|why| server.holder.no(Reason::TooLate, &why))
+        })?;
+        sums.map_or(Ok(()), |sums| self.stream.give(Given::Sums, &sums.encode()))
     }
 
     fn results(&mut self, commits: u64) -> io::Result<()> {

@@ -54,9 +54,20 @@ impl FrameStream {
         Ok(())
     }
 
+    /// Gives an answer of one frame, whose body has this CRC-32.
+    pub(super) fn give_checked(&mut self, given: Given, body: &[u8], crc: u32) -> io::Result<()> {
+        let mut header = FrameHeader::new(FrameKind::Give, Epoch(0));
+        (header.unit_count, header.bucket) = (1, BucketId(given as u32));
+        self.send_checked(header, body, crc)
+    }
+
     /// Sends a frame with this header, whose length and checksum are set here.
-    pub(super) fn send(&mut self, mut header: FrameHeader, body: &[u8]) -> io::Result<()> {
-        (header.payload_len, header.payload_crc) = (body.len() as u32, crc32(body));
+    pub(super) fn send(&mut self, header: FrameHeader, body: &[u8]) -> io::Result<()> {
+        self.send_checked(header, body, crc32(body))
+    }
+
+    fn send_checked(&mut self, mut header: FrameHeader, body: &[u8], crc: u32) -> io::Result<()> {
+        (header.payload_len, header.payload_crc) = (body.len() as u32, crc);
         header.flags |= FLAG_CHECKED;
         self.stream.write_all(&header.encode(&self.job))?;
         self.stream.write_all(body)

@@ -4,7 +4,8 @@ use std::fs;
 
 /// Bytes that can be allocated without driving others out: what the machine has available, or what the control group
 /// still allows if that is less. `None` where neither is known.
-pub(super) fn bytes() -> Option<u64> {
+#[must_use]
+pub fn bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
     let number = |name: &str| fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse::<u64>().ok();
     let group = number("memory.max").zip(number("memory.current")).map(|(max, current)| max.saturating_sub(current));

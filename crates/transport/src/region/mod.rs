@@ -12,6 +12,7 @@ use bytemuck::Pod;
 use crossbeam_queue::{ArrayQueue, SegQueue};
 use gradwire_proto::{DType, Fault, FaultKind, RegionKey};
 
+pub use available::bytes as available_memory;
 pub(crate) use sys::{Mapping, PeerMapping};
 
 /// From this size on, a block is checked against what the machine has before its pages are taken: the kernel would hand
@@ -114,7 +115,7 @@ impl Buffer {
     pub fn allocate(len: usize) -> Result<Self, Fault> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if len >= CHECKED_BYTES
-            && let Some(available) = available::bytes()
+            && let Some(available) = available_memory()
             && len as u64 > available
         {
             return Err(Fault::new(
