@@ -98,7 +98,7 @@ fn measure(args: &AllreduceArgs) -> Result<ExitCode, ranks::Failure> {
     plan.broker = args.broker.clone();
     let (events, received) = mpsc::channel();
     // The receiver outlives the run; a failed send could only mean that nobody wants the result.
-    ranks::run(plan, move |rank, event: rank::Event| {
+    ranks::run(plan, move |rank, event: rank::Event, _| {
         let _ = events.send((rank, event));
     })?;
 

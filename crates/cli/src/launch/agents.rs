@@ -51,6 +51,8 @@ pub(super) enum Event {
     Signal(i32),
     /// All output was handed on.
     OutputDone,
+    /// One more rank is to be started.
+    OneMore,
 }
 
 /// One agent. Dropped, it is told to end its ranks, and is killed if it does not go.

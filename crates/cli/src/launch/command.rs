@@ -117,7 +117,7 @@ pub(crate) struct LaunchArgs {
 
 /// Runs the command.
 pub(crate) fn execute(args: LaunchArgs) -> ExitCode {
-    let outcome = plan(args).and_then(|plan| run(plan, |line| forward_line(&line)));
+    let outcome = plan(args).and_then(|plan| run(plan, |line, _| forward_line(&line)));
     match outcome {
         Ok(report) => {
             if !report.success() || report.has_notes() {

@@ -19,6 +19,7 @@ use super::output::{Flow, Line, Outlet, Tail};
 use super::ranks::{Ranks, Spot, State};
 use super::report::{Failure, LaunchError, Report, Words, signal_name};
 use super::signals::SignalWatch;
+use super::starter::Starter;
 use super::variables::{self, Identity, Recipe};
 use super::{HostsFile, LaunchPlan, hosts};
 use crate::agent::wire::{Command, End, Hello, Report as AgentReport};
@@ -40,19 +41,23 @@ const HANGUP_GRACE: Duration = Duration::from_secs(10);
 /// Starts the ranks of a plan and returns when the last of them, and all that they started, has ended.
 ///
 /// Lines that ranks write go to the sink, on a thread of its own, one at a time; all of them have when this returns,
-/// unless a signal came while the sink was stuck. While it runs, SIGINT and SIGTERM are passed on to the ranks as SIGTERM,
+/// unless a signal came while the sink was stuck. With each comes the way to ask for one more rank. While it runs, SIGINT and SIGTERM are passed on to the ranks as SIGTERM,
 /// and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed, but for a job with `ranks_min`: what becomes of its
 /// ranks and hosts goes to standard error.
 ///
 /// # Errors
 /// When not every rank could be started: a host cannot be reached, the broker does not start, the plan makes no sense.
 /// Nothing runs then.
-pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static) -> Result<Report, LaunchError> {
+pub(crate) fn run(
+    plan: LaunchPlan,
+    mut sink: impl FnMut(Line<'_>, &Starter) + Send + 'static,
+) -> Result<Report, LaunchError> {
     let hosts = hosts::find(plan.ranks, &plan.hosts)?;
     let (sender, events) = mpsc::channel();
     let no_thread = |error: io::Error| LaunchError::failed(format!("cannot start a thread: {error}"));
     let _watch = SignalWatch::start(sender.clone()).map_err(no_thread)?;
-    let output = Output::start(sink, &sender).map_err(no_thread)?;
+    let starter = Starter::new(sender.clone());
+    let output = Output::start(move |line| sink(line, &starter), &sender).map_err(no_thread)?;
     let given = gradwire::env::secret(&crate::job::variable).map_err(|fault| LaunchError::usage(fault.detail))?;
     let identity = Identity::fresh(plan.job.as_deref(), given)?;
     let counts = hosts::distribute(plan.ranks, &hosts);
@@ -167,7 +172,7 @@ impl Driver {
                 Ok(Event::Report(index, AgentReport::Hello(hello))) => self.greet(index, hello)?,
                 Ok(Event::Ended(index, why)) => return Err(no_agent(&mut self.agents[index], why)),
                 Ok(Event::Signal(signal)) => return Err(LaunchError::interrupted(signal)),
-                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone) => {}
+                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone | Event::OneMore) => {}
                 Err(_) => {
                     let agent = &mut self.agents[waiting];
                     agent.kill();
@@ -305,6 +310,7 @@ impl Driver {
                 self.agent_done(index);
             }
             Event::OutputDone => {}
+            Event::OneMore => self.add_one(),
             Event::Ended(index, why) => self.agent_ended(index, why),
             Event::Flow(flow) => {
                 self.paused = flow == Flow::Pause;

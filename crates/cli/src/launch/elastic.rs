@@ -440,6 +440,16 @@ impl Driver {
         (place.host.slots, place.failures, place.retry_at) = (slots, 0, now);
     }
 
+    /// One more rank is wanted on the first host, for which a slot is made if none is free.
+    pub(super) fn add_one(&mut self) {
+        let slots = self.sites[0].host.slots;
+        let host = &mut self.sites[0];
+        host.wanted += 1;
+        if self.ranks.free_slot(0, slots).is_none() {
+            host.host.slots += 1;
+        }
+    }
+
     /// The ranks that have no slot any more are told to end: those in the last slots.
     fn take_away(&mut self, site: usize, slots: u32, now: Instant) {
         let place = &mut self.sites[site];

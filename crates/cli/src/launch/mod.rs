@@ -16,6 +16,7 @@ mod output;
 mod ranks;
 mod report;
 mod signals;
+mod starter;
 mod variables;
 
 use std::ffi::OsString;
@@ -28,6 +29,7 @@ pub(crate) use self::driver::run;
 pub(crate) use self::hosts::HostSlots;
 pub(crate) use self::hosts_file::HostsFile;
 pub(crate) use self::output::{Line, Stream, forward_line};
+pub(crate) use self::starter::Starter;
 use crate::args::{BrokerChoice, Transport, Wire};
 
 /// How long ranks have for an end in order, if nobody says otherwise: enough for a step and a checkpoint.
