@@ -75,14 +75,7 @@ struct AllreduceArgs {
 /// Runs a benchmark. Fails when a rank fails, and when a result is wrong.
 pub(crate) fn run(args: BenchArgs) -> ExitCode {
     let Operation::Allreduce(args) = args.operation;
-    match measure(&args) {
-        Ok(code) => code,
-        Err(ranks::Failure::Ranks(code)) => code,
-        Err(ranks::Failure::Fault(fault)) => {
-            complain(&fault);
-            ExitCode::FAILURE
-        }
-    }
+    measure(&args).unwrap_or_else(ranks::Failure::exit_code)
 }
 
 /// One rank of a benchmark: the hidden subcommand that [`run`] starts.

@@ -30,6 +30,20 @@ impl From<Fault> for Failure {
     }
 }
 
+impl Failure {
+    /// Says why, unless that was said, and gives the exit code: 2 where the command line makes no sense, as for what is
+    /// wrong with it at first sight.
+    pub(crate) fn exit_code(self) -> ExitCode {
+        match self {
+            Self::Ranks(code) => code,
+            Self::Fault(fault) => {
+                complain(&fault);
+                if fault.kind == FaultKind::InvalidArgument { ExitCode::from(2) } else { ExitCode::FAILURE }
+            }
+        }
+    }
+}
+
 /// Runs all ranks of `plan` to their end. `on_event` gets each event as it comes, with the rank that it came from and the
 /// way to ask for one more.
 ///

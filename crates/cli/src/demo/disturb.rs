@@ -340,7 +340,7 @@ mod tests {
             ("--stall 1@60:5", "--stall <R@S:TIME>", "300ms"),
             ("--stall 1@60:soon", "--stall <R@S:TIME>", "300ms"),
             ("--join x", "--join <S>", "invalid digit"),
-            ("--join=-1", "--join <S>", "invalid digit"),
+            ("--join=-1", "--join <S>", "is not in"),
             ("--join 2@40", "--join <S>", "invalid digit"),
         ] {
             let error = read(line).expect_err(line);

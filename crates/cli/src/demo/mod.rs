@@ -78,14 +78,7 @@ pub(crate) struct DemoArgs {
 /// Runs the demo. Fails when a rank fails, when any two ranks or the reference end with different weights, and when
 /// the network did not learn.
 pub(crate) fn run(args: DemoArgs) -> ExitCode {
-    match demonstrate(&args) {
-        Ok(code) => code,
-        Err(ranks::Failure::Ranks(code)) => code,
-        Err(ranks::Failure::Fault(fault)) => {
-            complain(&fault);
-            ExitCode::FAILURE
-        }
-    }
+    demonstrate(&args).unwrap_or_else(ranks::Failure::exit_code)
 }
 
 /// One rank of the demo: the hidden subcommand that [`run`] starts.

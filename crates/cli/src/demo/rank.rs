@@ -19,6 +19,7 @@ use super::event::{Event, Joined, Measured, Moment, StepEnd};
 use super::learner::{Learner, numbers};
 use super::model::{ELEMENTS, Model, PARAMETERS};
 use crate::args::{Transport, Wire};
+use crate::bench::output::complain;
 use crate::bench::{ranks, timing};
 
 /// Progress is reported about this many times in a run.
@@ -69,7 +70,11 @@ pub(super) fn run(args: &DemoRankArgs) -> Result<(), Fault> {
 fn take_part(args: &DemoRankArgs, split: &Split, back: bool) -> Result<Part, Fault> {
     let (mut learner, began) = (Learner::new(), Instant::now());
     let gradwire::Joined { group, tensors, transfer, .. } = match join(args, &mut learner) {
-        Err(fault) if args.disturbances.any() && fault.kind == FaultKind::RankLeft => {
+        // That the others are through is for the parent to find out: it hears from each of them how it ended.
+        Err(fault) if args.disturbances.any() && matches!(fault.kind, FaultKind::RankLeft | FaultKind::RankDied) => {
+            if !back {
+                complain(&fault);
+            }
             ranks::emit(&Event::Late { at: Moment::now(), back })?;
             return Ok(Part::Late);
         }
@@ -138,14 +143,17 @@ fn join(args: &DemoRankArgs, learner: &mut Learner) -> Result<gradwire::Joined, 
 fn train(trainer: &mut Trainer<'_>, split: &Split, args: &DemoRankArgs, totals: &[Tensor; 2]) -> Result<(), Fault> {
     let group = trainer.group;
     let bytes_before = group.stats().wire_bytes_sent;
-    // Of steps that were made without it, a rank that joined knows no time.
+    // A rank that joined does not measure: others may pause for those that are still to come, and it waits for them.
+    let measures = trainer.learner.next_step() == 1;
     let mut step_ns = vec![0; args.steps as usize];
     while trainer.learner.next_step() <= args.steps {
         let step = trainer.learner.next_step();
         trainer.let_in(args)?;
         let started = Instant::now();
         let loss = trainer.step(split, &args.disturbances)?;
-        step_ns[step as usize - 1] = timing::elapsed_ns(started);
+        if measures {
+            step_ns[step as usize - 1] = timing::elapsed_ns(started);
+        }
         if is_report_due(step, args.steps) && is_first(group) {
             ranks::emit(&Event::Progress { step, loss })?;
         }
