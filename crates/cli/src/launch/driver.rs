@@ -16,6 +16,7 @@ use super::agents::{self, AgentLink, Event, RemoteOptions};
 use super::elastic::Site;
 use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Tail};
+use super::prospects::Prospects;
 use super::ranks::{Ranks, Spot, State};
 use super::report::{Failure, LaunchError, Report, Words, signal_name};
 use super::signals::SignalWatch;
@@ -87,6 +88,7 @@ pub(crate) fn run(
         poll_at: now,
         idle_since: None,
         interrupt: None,
+        prospects: Prospects::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
         driver.connect(site)?;
@@ -160,6 +162,8 @@ pub(super) struct Driver {
     pub(super) poll_at: Instant,
     /// Since when no rank runs although some should.
     pub(super) idle_since: Option<Instant>,
+    /// Whether starting lost ranks again can help.
+    pub(super) prospects: Prospects,
     /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
@@ -172,7 +176,7 @@ impl Driver {
                 Ok(Event::Report(index, AgentReport::Hello(hello))) => self.greet(index, hello)?,
                 Ok(Event::Ended(index, why)) => return Err(no_agent(&mut self.agents[index], why)),
                 Ok(Event::Signal(signal)) => return Err(LaunchError::interrupted(signal)),
-                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone | Event::OneMore) => {}
+                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone | Event::OneMore | Event::Census(..)) => {}
                 Err(_) => {
                     let agent = &mut self.agents[waiting];
                     agent.kill();
@@ -211,7 +215,9 @@ impl Driver {
     fn start_ranks(&mut self, plan: &LaunchPlan, identity: &Identity) -> Result<Option<RunningBroker>, LaunchError> {
         let own = variables::own_address(&self.agents, &plan.remote, self.hosts_file.is_some())?;
         let (broker, access) = self.start_broker(plan, identity, own)?;
-        self.recipe = Some(Recipe::new(plan, identity, &access, &self.agents, own)?);
+        let recipe = Recipe::new(plan, identity, &access, &self.agents, own)?;
+        self.prospects.begin(recipe.job(), plan.ranks);
+        self.recipe = Some(recipe);
         let mut rank = 0;
         for site in 0..self.sites.len() {
             let places: Vec<_> = (0..self.sites[site].planned).map(|slot| (rank + slot, Spot { site, slot })).collect();
@@ -311,6 +317,7 @@ impl Driver {
             }
             Event::OutputDone => {}
             Event::OneMore => self.add_one(),
+            Event::Census(rank, census) => self.take_census(rank, census),
             Event::Ended(index, why) => self.agent_ended(index, why),
             Event::Flow(flow) => {
                 self.paused = flow == Flow::Pause;

@@ -13,6 +13,7 @@ mod hosts;
 mod hosts_file;
 mod journal;
 mod output;
+mod prospects;
 mod ranks;
 mod report;
 mod signals;
