@@ -204,7 +204,8 @@ impl Builder {
     ///
     /// # Errors
     /// As [`Builder::connect`] and [`Group::declare`]; `InvalidArgument` for a part of the state that is nameless or named
-    /// twice; `RankDied` when no rank is left that has the state, `RankLeft` when the job is over: its ranks have left in good order. What `trainer` holds is unspecified then.
+    /// twice; `RankDied` when no rank is left that has the state; `RankLeft` when the job is over, its ranks having left in good
+    /// order. What `trainer` holds is unspecified then.
     pub fn join(mut self, specs: &[TensorSpec], trainer: &mut dyn Trainer) -> Result<Joined, Fault> {
         parts_of(&trainer.parts())?;
         let start = self.start()?;

@@ -2,7 +2,7 @@
 //!
 //! The parent starts the ranks through the launcher, shows their progress, then trains the same job once more in its
 //! own process with the same rank-ordered sums, and says whether the final weights are the same bits. Nothing here is
-//! special to the demo: [`rank`] does what any trainer does. With [`disturb`] ranks die, stall and join in the middle of it.
+//! special to the demo: [`rank`] does what any trainer does. With [`disturb`] ranks die, stall and join in the middle.
 
 mod data;
 mod disturb;

@@ -42,9 +42,9 @@ const HANGUP_GRACE: Duration = Duration::from_secs(10);
 /// Starts the ranks of a plan and returns when the last of them, and all that they started, has ended.
 ///
 /// Lines that ranks write go to the sink, on a thread of its own, one at a time; all of them have when this returns,
-/// unless a signal came while the sink was stuck. With each comes the way to ask for one more rank. While it runs, SIGINT and SIGTERM are passed on to the ranks as SIGTERM,
-/// and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed, but for a job with `ranks_min`: what becomes of its
-/// ranks and hosts goes to standard error.
+/// unless a signal came while the sink was stuck. With each comes the way to ask for one more rank. While it runs, SIGINT
+/// and SIGTERM are passed on to the ranks as SIGTERM, and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed,
+/// but for a job with `ranks_min`: what becomes of its ranks and hosts goes to standard error.
 ///
 /// # Errors
 /// When not every rank could be started: a host cannot be reached, the broker does not start, the plan makes no sense.
