@@ -107,13 +107,83 @@ fn a_rank_that_stalls_for_long_learns_that_it_was_removed() {
             assert_eq!(ranks_of(&report, kind), [1], "{kind}: {report}");
         }
         assert!(said.contains("rank 1 learns that the others went on without it"), "{said}");
+        assert!(said.contains("rank 1 comes back too late, the others are through: it ends"), "{said}");
     }
+}
+
+/// Who joined, ascending. Checks what holds for all of them.
+fn joined(report: &Value) -> Vec<u64> {
+    for event in events(report, "joined") {
+        assert!(event["took_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{report}");
+        assert_eq!(event["bytes"], 2 * 4 * (64 * 128 + 128 + 128 * 10 + 10) + 4, "weights, momentum, step: {report}");
+        let (rank, step) = (&event["rank"], event["step"].as_u64().expect("a step"));
+        let runs = report["contributors"].as_array().expect("runs");
+        let takes_part = |run: &Value| run["ranks"].as_array().expect("ranks").contains(rank);
+        let run =
+            runs.iter().find(|run| run["from"] == step).unwrap_or_else(|| panic!("nobody came in {step}: {report}"));
+        assert!(takes_part(run), "{report}");
+    }
+    let mut ranks = ranks_of(report, "joined");
+    ranks.sort_unstable();
+    ranks
+}
+
+/// Who contributed to the last step.
+fn last_contributors(report: &Value) -> Vec<u64> {
+    let last = report["contributors"].as_array().and_then(|runs| runs.last()).expect("runs");
+    last["ranks"].as_array().expect("ranks").iter().map(|rank| rank.as_u64().expect("a rank")).collect()
+}
+
+#[test]
+fn a_process_takes_the_place_of_a_rank_that_was_killed() {
+    for (transport, wire) in [("shm", "fp16"), ("tcp", "fp32")] {
+        // The first rank too: who joins speaks for all then.
+        let arguments = ["--transport", transport, "--wire", wire, "--kill", "0@20", "--join", "30"];
+        let (report, said) = disturbed(&arguments, &[0], 1);
+        assert_eq!((joined(&report), last_contributors(&report)), (vec![0], vec![0, 1, 2, 3]), "{report}");
+        assert!(said.contains("step 30: one more process is started"), "{said}");
+        assert!(said.contains("rank 0 takes part: 75.1 KiB of state from 3 ranks"), "{said}");
+    }
+}
+
+#[test]
+fn a_job_grows_by_processes_that_join() {
+    for transport in ["shm", "tcp"] {
+        let arguments = ["--ranks", "2", "--transport", transport, "--join", "20", "--join", "20"];
+        let (report, _) = disturbed(&arguments, &[], 0);
+        assert_eq!((joined(&report), last_contributors(&report)), (vec![2, 3], vec![0, 1, 2, 3]), "{report}");
+        assert!(events(&report, "joined").iter().all(|event| event["step"].as_u64() > Some(20)), "{report}");
+    }
+}
+
+#[test]
+fn ranks_are_killed_stall_and_join_in_one_run() {
+    for transport in ["shm", "tcp"] {
+        let arguments = ["--transport", transport, "--kill", "2@20", "--stall", "1@40:5s", "--join", "50"];
+        let (report, said) = disturbed(&arguments, &[1, 2], 2);
+        let joined = joined(&report);
+        assert!(joined.contains(&2) && last_contributors(&report).contains(&2), "{report}");
+        // It is awake when the others may be through.
+        let back = ranks_of(&report, "late") == [1] || joined == [1, 2];
+        assert!(back && said.contains("rank 1 learns that the others went on without it"), "{report}\n{said}");
+    }
+}
+
+#[test]
+fn a_rank_that_was_stopped_for_too_long_comes_back_by_itself() {
+    // While others are due, the steps are long enough for it too.
+    let arguments = ["--ranks", "3", "--stall", "1@20:3200ms", "--join", "80", "--join", "90"];
+    let (report, said) = disturbed(&arguments, &[1], 1);
+    assert_eq!((ranks_of(&report, "removed"), joined(&report)), (vec![1], vec![1, 3, 4]), "{report}\n{said}");
+    assert_eq!(last_contributors(&report), [0, 1, 2, 3, 4], "{report}");
+    assert!(said.contains("rank 1 takes part again"), "{said}");
 }
 
 #[test]
 fn a_short_stall_only_delays_the_step() {
     for transport in ["shm", "tcp"] {
-        let (report, _) = disturbed(&["--transport", transport, "--stall", "0@50:200ms"], &[], 0);
+        let (report, said) = disturbed(&["--transport", transport, "--stall", "0@50:200ms"], &[], 0);
+        assert!(said.contains("rank 0 is stopped for 200ms, too short for the others to give it up"), "{said}");
         assert_eq!((ranks_of(&report, "stalled"), ranks_of(&report, "woke")), (vec![0], vec![0]), "{report}");
         assert!(report["recovery_ms_max"].is_null(), "{report}");
     }
@@ -134,10 +204,14 @@ fn what_cannot_be_is_refused_with_a_clear_word() {
         (&["--stall", "1@3:soon"], "300ms"),
         (&["--ranks", "1", "--kill", "0@5"], "all 1 ranks could be lost"),
         (&["--mode", "federated", "--kill", "1@5"], "--mode allreduce"),
-        (&["--join", "100"], "--join 100: the demo cannot start further ranks while it trains yet"),
+        (&["--join", "593"], "8 further steps, and there are 600: expected a step from 1 to 592"),
+        (&["--join", "0"], "expected a step from 1 to 592"),
+        (&["--steps", "8", "--join", "1"], "expected more than 8 of them (--steps)"),
+        (&["--join", "1@5"], "invalid digit"),
+        (&["--mode", "federated", "--join", "5"], "--mode allreduce"),
     ] {
         let output = run(arguments);
-        assert!(!output.status.success(), "{arguments:?}");
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert!(String::from_utf8_lossy(&output.stderr).contains(words), "{arguments:?}: {output:?}");
         assert!(output.stdout.is_empty(), "{arguments:?}: {output:?}");
     }

@@ -136,6 +136,22 @@ fn with_the_restarts_used_up_the_others_go_on_or_the_job_ends() {
 }
 
 #[test]
+fn a_rank_that_would_fail_the_same_way_again_is_not_started_again() {
+    let place = Place::new();
+    let script = "case $RANK in 1) exit 2;; *) sleep 1;; esac";
+    let outcome = place.start(&["-n", "2", "--min-ranks", "1", "--restarts", "5"], script).finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    let words = "rank 1 on localhost exited with code 2: it would end the same way if it was started again, and the others go \
+                 on without it";
+    assert!(outcome.stderr.contains(words), "{}", outcome.stderr);
+    assert_eq!(place.events_of(1), ["started", "lost exited with code 2"]);
+    let outcome = place.start(&["-n", "1", "--min-ranks", "1", "--restarts", "5"], "exec /no/such/program").finish();
+    assert_eq!(outcome.code(), Some(127), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("starting it again would be of no use"), "{}", outcome.stderr);
+    assert_eq!(place.events_of(0).len(), 2);
+}
+
+#[test]
 fn a_rank_that_fails_at_once_again_and_again_is_started_more_and_more_slowly() {
     let place = Place::new();
     let outcome = place.start(&["-n", "1", "--min-ranks", "1", "--restarts", "5"], "exit 9").finish();

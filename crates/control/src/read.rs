@@ -1,11 +1,12 @@
-//! Reading a job's records back: versions and the audit log.
+//! Reading a job's records back: versions, the audit log, and who takes part.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 use std::time::Duration;
 
 use futures::StreamExt;
-use gradwire_proto::{Fault, FaultKind, Rank, Step};
+use gradwire_proto::membership::{Body, Log, RecordId};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 use pulsar::TokioExecutor;
 use pulsar::reader::Reader;
 use tokio::time::{Instant, timeout_at};
@@ -117,6 +118,50 @@ pub fn read_audit(config: &JobConfig, query: &AuditQuery, timeout: Duration) -> 
         let entry = record.map(|record| AuditEntry { author: header.rank, record });
         Ok(entry.filter(|entry| query.takes(entry)))
     })
+}
+
+/// Who takes part in a launch of a job, as its control log has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// The present epoch; 0 while the job has not begun.
+    pub epoch: Epoch,
+    /// The members that can be counted on as far as the log knows, by the ids of their Joins.
+    pub members: Vec<(Rank, RecordId)>,
+    /// All processes that ever joined.
+    pub joined: BTreeSet<(Rank, RecordId)>,
+    /// What processes met that ended them, by the ids of their Joins.
+    pub faults: Vec<(RecordId, Fault)>,
+}
+
+impl Census {
+    fn take(&mut self, log: &mut Log, rank: Rank, id: RecordId, body: &Body) {
+        match body {
+            Body::Join { .. } => drop(self.joined.insert((rank, id))),
+            Body::Failed { author, fault } => self.faults.push((*author, fault.clone())),
+            _ => {}
+        }
+        log.apply(rank, id, body);
+    }
+}
+
+/// Reads who takes part in this launch of the job, which began with `world_size` ranks.
+///
+/// # Errors
+/// As [`read_versions`].
+pub fn read_census(config: &JobConfig, world_size: u32, timeout: Duration) -> Result<Census, Fault> {
+    let (mut census, mut log) = (Census::default(), Log::new(world_size));
+    read::<()>(config, Topic::Control, timeout, |key, message| {
+        let record = key.open(message).map_err(|_| NotRecord)?;
+        let header = record.header;
+        let ours = record.verified && header.version == RECORD_VERSION && header.instance == config.instance;
+        if ours && let Ok(Some(body)) = Body::decode(header.kind, record.body) {
+            census.take(&mut log, header.rank, header.id, &body);
+        }
+        Ok(None)
+    })?;
+    census.epoch = log.view().epoch;
+    census.members = log.live().map(|member| (member.rank, member.id)).collect();
+    Ok(census)
 }
 
 /// A message that is no record, or does not verify.

@@ -305,6 +305,7 @@ impl Rendezvous {
             }
         }
         self.weigh_change(now);
+        self.weigh_end();
     }
 
     fn handle_join(&mut self, now: Instant, rank: Rank, id: RecordId, join: (u32, u16), body: &Body) {
@@ -426,6 +427,14 @@ impl Rendezvous {
             let due = if only_grows { now + GROW_GRACE } else { now };
             let earlier = self.change_due_at.unwrap_or(due);
             self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
+        }
+    }
+
+    /// Whether nobody is left who could take this process in.
+    fn weigh_end(&mut self) {
+        if matches!(self.state, State::Late) && self.log.is_over() {
+            self.state = State::Removed;
+            self.tell(ControlEvent::Failed(self.over()));
         }
     }
 

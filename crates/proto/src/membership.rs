@@ -173,6 +173,13 @@ impl Log {
         self.gone.contains_key(&id) || self.retired.contains(&id)
     }
 
+    /// Whether all members are gone, and the last of them in good order: nobody is left who could take others in.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        let left = |member: &Member| self.gone.get(&member.id) == Some(&Departure::Left);
+        self.live().next().is_none() && self.view.members.iter().any(left)
+    }
+
     /// Members that can be counted on, in the order of their ranks.
     pub fn live(&self) -> impl Iterator<Item = &Member> {
         self.view.members.iter().filter(|member| !self.gone.contains_key(&member.id))

@@ -187,7 +187,8 @@ impl Builder {
         let start = self.start()?;
         if start.is_late() {
             let detail = "the job runs already: take part in it with Builder::join, which gets its state first";
-            return Err(Fault::new(FaultKind::WorldMismatch, detail).at(start.hello.rank));
+            let fault = Fault::new(FaultKind::WorldMismatch, detail).at(start.hello.rank);
+            return Err(start.tell(fault));
         }
         self.link(start, None)
     }
@@ -203,7 +204,8 @@ impl Builder {
     ///
     /// # Errors
     /// As [`Builder::connect`] and [`Group::declare`]; `InvalidArgument` for a part of the state that is nameless or named
-    /// twice; `RankDied` when no rank is left that has the state. What `trainer` holds is unspecified then.
+    /// twice; `RankDied` when no rank is left that has the state; `RankLeft` when the job is over, its ranks having left in good
+    /// order. What `trainer` holds is unspecified then.
     pub fn join(mut self, specs: &[TensorSpec], trainer: &mut dyn Trainer) -> Result<Joined, Fault> {
         parts_of(&trainer.parts())?;
         let start = self.start()?;
@@ -226,7 +228,7 @@ impl Builder {
             view: start.view.clone(),
             before: start.view.clone(),
         };
-        let mut caught_up = newcomer.catch_up(trainer)?;
+        let mut caught_up = newcomer.catch_up(trainer).map_err(|fault| start.tell(fault))?;
         let (view, before, deadline) = (newcomer.view, newcomer.before, start.deadline);
         self.first_step = Step(caught_up.outline.first_step);
         let declared = caught_up.outline.declared.clone();

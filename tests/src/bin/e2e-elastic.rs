@@ -3,7 +3,8 @@
 //!
 //! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB [LARGE_MIB]]]`: with a pause between steps, a state that is larger by so much,
 //! and a further tensor of this size, of which a few elements are checked. Each step is printed with the microseconds of
-//! the machine's monotonic clock at its end. `E2E_SAVES` is a directory in which every second state is saved.
+//! the machine's monotonic clock at its end. `E2E_SAVES` is a directory in which every second state is saved. With
+//! `E2E_EXIT` a fault shows in the exit code, for launchers.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -25,6 +26,9 @@ fn main() -> ExitCode {
         Err(fault) => {
             let rank = fault.rank.map_or("-".to_owned(), |rank| rank.0.to_string());
             println!("fault {:?} rank={rank}: {fault}", fault.kind);
+            if std::env::var_os("E2E_EXIT").is_some() {
+                return ExitCode::FAILURE;
+            }
         }
     }
     ExitCode::SUCCESS

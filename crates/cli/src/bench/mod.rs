@@ -78,14 +78,7 @@ struct AllreduceArgs {
 /// Runs a benchmark. Fails when a rank fails, and when a result is wrong.
 pub(crate) fn run(args: BenchArgs) -> ExitCode {
     let Operation::Allreduce(args) = args.operation;
-    match measure(&args) {
-        Ok(code) => code,
-        Err(ranks::Failure::Ranks(code)) => code,
-        Err(ranks::Failure::Fault(fault)) => {
-            complain(&fault);
-            ExitCode::FAILURE
-        }
-    }
+    measure(&args).unwrap_or_else(ranks::Failure::exit_code)
 }
 
 /// One rank of a benchmark: the hidden subcommand that [`run`] starts.
@@ -101,7 +94,7 @@ fn measure(args: &AllreduceArgs) -> Result<ExitCode, ranks::Failure> {
     plan.broker = args.broker.clone();
     let (events, received) = mpsc::channel();
     // The receiver outlives the run; a failed send could only mean that nobody wants the result.
-    ranks::run(plan, move |rank, event: rank::Event| {
+    ranks::run(plan, move |rank, event: rank::Event, _| {
         let _ = events.send((rank, event));
     })?;
 

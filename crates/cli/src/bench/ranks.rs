@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 
 use super::output::complain;
 use crate::args::{Transport, Wire};
-use crate::launch::{self, LaunchPlan, Line, Stream};
+use crate::launch::{self, LaunchPlan, Line, Starter, Stream};
 
 /// Why a command that starts ranks ends without a result.
 #[derive(Debug)]
@@ -30,16 +30,31 @@ impl From<Fault> for Failure {
     }
 }
 
-/// Runs all ranks of `plan` to their end. `on_event` gets each event as it comes, with the rank that it came from.
+impl Failure {
+    /// Says why, unless that was said, and gives the exit code: 2 where the command line makes no sense, as for what is
+    /// wrong with it at first sight.
+    pub(crate) fn exit_code(self) -> ExitCode {
+        match self {
+            Self::Ranks(code) => code,
+            Self::Fault(fault) => {
+                complain(&fault);
+                if fault.kind == FaultKind::InvalidArgument { ExitCode::from(2) } else { ExitCode::FAILURE }
+            }
+        }
+    }
+}
+
+/// Runs all ranks of `plan` to their end. `on_event` gets each event as it comes, with the rank that it came from and the
+/// way to ask for one more.
 ///
 /// # Errors
 /// [`Failure`], after saying on standard error which rank failed and how.
 pub(crate) fn run<E: DeserializeOwned>(
     plan: LaunchPlan,
-    mut on_event: impl FnMut(u32, E) + Send + 'static,
+    mut on_event: impl FnMut(u32, E, &Starter) + Send + 'static,
 ) -> Result<(), Failure> {
-    let started = launch::run(plan, move |line| match event(&line) {
-        Some(event) => on_event(line.rank, event),
+    let started = launch::run(plan, move |line, starter| match event(&line) {
+        Some(event) => on_event(line.rank, event, starter),
         None => pass_on(&line),
     });
     match started {

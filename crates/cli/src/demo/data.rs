@@ -120,6 +120,13 @@ impl Samples {
     pub(super) fn next(&mut self) -> &[usize] {
         &self.batches.next()[self.part.clone()]
     }
+
+    /// Leaves out the images of so many steps: a rank that joins later has the same ones as if it had always been there.
+    pub(super) fn skip(&mut self, steps: u32) {
+        for _ in 0..steps {
+            self.batches.next();
+        }
+    }
 }
 
 /// The part of a batch of `batch` images that `rank` of `world` ranks computes: parts differ by at most one image.

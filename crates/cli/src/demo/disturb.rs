@@ -2,7 +2,8 @@
 //!
 //! The parent and all ranks read the same arguments, so each knows what is due in which step. A rank kills itself, which
 //! gives the exact moment: half of the step's gradients are exchanged, the others never are. It asks the parent to stop
-//! and continue it, because nobody continues himself: when all of the step's results are there, before its commit.
+//! and continue it, because nobody continues himself: when all of the step's results are there, before its commit. It
+//! tells the parent when a further process is due, which starts it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,14 +12,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use gradwire_proto::session::Timing;
 use gradwire_proto::{Fault, FaultKind};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::event::{Event, Moment};
 use crate::bench::ranks;
 
-/// Whether ranks can join a running job. Everything here is ready for it but the library.
-const CAN_JOIN: bool = false;
+/// Most processes that can join: each is one more on this machine.
+const JOINS_MAX: usize = 64;
+/// A process that joins takes part a few steps after that in which it was started: so many have to be left.
+const JOIN_STEPS: u32 = 8;
+/// Steps of so small a network are short beside the start of a process, and the last could be over before it is there.
+/// So long the others take for all that are left once it is due, until it takes part.
+const JOIN_TIME: Duration = Duration::from_secs(10);
+/// Longest pause before one step for that.
+const JOIN_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Longest stall: the parent waits for it, however soon the others are through.
 const STALL_MAX: Duration = Duration::from_secs(600);
 /// How often a rank that waits to be stopped looks whether it was continued.
@@ -34,8 +43,9 @@ pub(crate) struct Disturbances {
     /// without it.
     #[arg(long = "stall", value_name = "R@S:TIME")]
     stalls: Vec<Stall>,
-    /// Starts one more process when step S begins; may be repeated. It takes the place of a lost rank, if there is one.
-    #[arg(long = "join", value_name = "S", hide = !CAN_JOIN, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Starts one more process when step S begins; may be repeated. It takes the place of a lost rank whose process is
+    /// gone, if there is one, and is a further rank otherwise. Steps are drawn out until it takes part.
+    #[arg(long = "join", value_name = "S")]
     joins: Vec<u32>,
 }
 
@@ -99,15 +109,10 @@ impl Disturbances {
     /// # Errors
     /// A [`Fault`] of kind `InvalidArgument` that names the argument.
     pub(super) fn check(&self, ranks: u32, steps: u32) -> Result<(), Fault> {
-        if let Some(join) = self.joins.first()
-            && !CAN_JOIN
-        {
-            return refuse(&format!("--join {join}"), "the demo cannot start further ranks while it trains yet");
-        }
         let kills = self.kills.iter().map(|kill| (format!("--kill {kill}"), kill.rank, kill.step));
         let stalls = self.stalls.iter().map(|stall| (format!("--stall {stall}"), stall.rank, stall.step));
-        let joins = self.joins.iter().map(|step| (format!("--join {step}"), 0, *step));
-        for (what, rank, step) in kills.chain(stalls).chain(joins) {
+        self.check_joins(steps)?;
+        for (what, rank, step) in kills.chain(stalls) {
             if rank >= ranks {
                 return refuse(&what, &format!("there is no rank {rank}: expected one from 0 to {}", ranks - 1));
             }
@@ -119,6 +124,26 @@ impl Disturbances {
         if touched == ranks as usize {
             let what = if self.stalls.is_empty() { "--kill" } else { "--kill and --stall" };
             return refuse(what, &format!("all {ranks} ranks could be lost: expected one that is left alone"));
+        }
+        Ok(())
+    }
+
+    fn check_joins(&self, steps: u32) -> Result<(), Fault> {
+        let last = steps.saturating_sub(JOIN_STEPS);
+        if let Some(join) = self.joins.iter().find(|join| !(1..=last).contains(*join)) {
+            let expected = match last {
+                0 => format!("expected more than {JOIN_STEPS} of them (--steps)"),
+                last => format!("expected a step from 1 to {last}"),
+            };
+            let detail =
+                format!("a process that joins needs {JOIN_STEPS} further steps, and there are {steps}: {expected}");
+            return refuse(&format!("--join {join}"), &detail);
+        }
+        if self.joins.len() > JOINS_MAX {
+            return refuse(
+                "--join",
+                &format!("{} processes would join: expected {JOINS_MAX} at most", self.joins.len()),
+            );
         }
         Ok(())
     }
@@ -164,6 +189,29 @@ impl Disturbances {
         self.kills.len()
     }
 
+    /// How many processes join.
+    pub(super) const fn joins(&self) -> usize {
+        self.joins.len()
+    }
+
+    /// How many processes are started when this step begins.
+    pub(super) fn joins_in(&self, step: u32) -> usize {
+        self.joins.iter().filter(|join| **join == step).count()
+    }
+
+    /// How long ranks pause before this step, so that those can still take part that were to be started, of which so many
+    /// do.
+    pub(super) fn pause_before(&self, step: u32, steps: u32, came: usize) -> Option<Duration> {
+        let due = self.joins.iter().filter(|join| **join <= step);
+        let latest = due.clone().max().filter(|_| came < due.count())?;
+        Some((JOIN_TIME / (steps - latest + 1)).min(JOIN_PAUSE_MAX))
+    }
+
+    /// Whether this rank is stopped in any step: it keeps its number then, for it may come back by itself.
+    pub(super) fn stalls_ever(&self, rank: u32) -> bool {
+        self.stalls.iter().any(|stall| stall.rank == rank)
+    }
+
     /// Whether this rank is killed in this step.
     pub(super) fn kills_in(&self, rank: u32, step: u32) -> bool {
         self.kills.contains(&Kill { rank, step })
@@ -192,15 +240,21 @@ pub(super) fn die(step: u32) -> Result<(), Fault> {
     }
 }
 
-/// Asks the parent to stop this process, and returns when that has continued it.
+/// Whether the others wait for a rank that is silent for so long.
+pub(super) fn is_waited_for(stall: Duration) -> bool {
+    stall < Duration::from_nanos(Timing::default().silence_ns)
+}
+
+/// Asks the parent to stop this process for this time, and returns when that has continued it.
 ///
 /// # Errors
 /// A [`Fault`] of kind `System` when the parent cannot be told, or the signal not be awaited.
-pub(super) fn stall(step: u32) -> Result<(), Fault> {
+pub(super) fn stall(step: u32, time: Duration) -> Result<(), Fault> {
     let continued = Arc::new(AtomicBool::new(false));
     let id = signal_hook::flag::register(signal_hook::consts::SIGCONT, Arc::clone(&continued))
         .map_err(|error| Fault::new(FaultKind::System, format!("SIGCONT cannot be awaited: {error}")))?;
-    ranks::emit(&Event::Stalled { step, pid: std::process::id().cast_signed(), at: Moment::now() })?;
+    let pid = std::process::id().cast_signed();
+    ranks::emit(&Event::Stalled { step, pid, ms: time.as_millis() as u64, at: Moment::now() })?;
     // The flag, not the time, says that it is over: the parent may take its time before it stops this process.
     while !continued.load(Ordering::Acquire) {
         std::thread::sleep(LOOK);
@@ -249,15 +303,29 @@ mod tests {
 
     #[test]
     fn what_is_asked_for_is_read_and_reaches_the_ranks() {
-        let given = read("--kill 2@40 --kill 3@40 --stall 1@60:5s --stall 1@70:1500ms").expect("read");
+        let line = "--kill 2@40 --kill 3@40 --stall 1@60:5s --stall 1@70:1500ms --join 100 --join 100 --join 80";
+        let given = read(line).expect("read");
         given.check(5, 600).expect("possible");
         let passed_on = read(&given.arguments().map(|word| word.replace(' ', "")).collect::<Vec<_>>().join(" "));
         let passed_on = passed_on.expect("ranks read it");
         assert_eq!((&passed_on.kills, &passed_on.stalls), (&given.kills, &given.stalls));
+        assert_eq!((&passed_on.joins, passed_on.joins()), (&vec![100, 100, 80], 3));
+        assert_eq!([79, 80, 100].map(|step| given.joins_in(step)), [0, 1, 2]);
+        assert!(given.stalls_ever(1) && !given.stalls_ever(2));
         assert!(given.kills_in(2, 40) && !given.kills_in(2, 41) && !given.kills_in(1, 40));
         assert_eq!(given.stalls_in(1, 70), Some(Duration::from_millis(1500)));
         assert_eq!(given.stalls_in(0, 60), None);
         assert!(given.any() && !read("").expect("read").any());
+    }
+
+    #[test]
+    fn steps_are_drawn_out_while_a_process_is_due() {
+        let given = read("--join 80 --join 100").expect("read");
+        let pause = |step, came| given.pause_before(step, 599, came).map(|pause| pause.as_millis());
+        assert_eq!([pause(79, 0), pause(80, 0), pause(80, 1)], [None, Some(19), None]);
+        assert_eq!([pause(100, 1), pause(300, 1), pause(300, 2)], [Some(20), Some(20), None]);
+        assert_eq!(given.pause_before(100, 105, 0), Some(JOIN_PAUSE_MAX));
+        assert_eq!(read("").expect("read").pause_before(1, 2, 0), None);
     }
 
     #[test]
@@ -271,6 +339,9 @@ mod tests {
             ("--stall 60:5s", "--stall <R@S:TIME>", "1@60:5s"),
             ("--stall 1@60:5", "--stall <R@S:TIME>", "300ms"),
             ("--stall 1@60:soon", "--stall <R@S:TIME>", "300ms"),
+            ("--join x", "--join <S>", "invalid digit"),
+            ("--join=-1", "--join <S>", "is not in"),
+            ("--join 2@40", "--join <S>", "invalid digit"),
         ] {
             let error = read(line).expect_err(line);
             assert!(error.contains(argument) && error.contains(expected), "{line}: {error}");
@@ -292,11 +363,17 @@ mod tests {
             ("--stall 1@3:11m", ["--stall 1@3:11m", "up to 10m"]),
             ("--kill 0@1 --kill 1@2 --kill 2@3 --kill 3@4", ["--kill:", "all 4 ranks"]),
             ("--kill 0@1 --kill 1@2 --kill 2@3 --stall 3@4:1s", ["--kill and --stall:", "left alone"]),
-            ("--join 5", ["--join 5", "yet"]),
+            ("--join 0", ["--join 0", "from 1 to 92"]),
+            ("--join 93", ["--join 93", "from 1 to 92"]),
+            ("--join 101", ["--join 101", "there are 100"]),
         ] {
             let fault = read(line).expect("well-formed").check(4, 100).expect_err(line);
             assert_eq!(fault.kind, FaultKind::InvalidArgument);
             assert!(words.iter().all(|word| fault.detail.contains(word)), "{line}: {fault}");
         }
+        let fault = read("--join 1").expect("well-formed").check(4, 8).expect_err("no step is left");
+        assert!(fault.detail.contains("more than 8 of them (--steps)"), "{fault}");
+        let many = "--join 1 ".repeat(JOINS_MAX + 1);
+        assert!(read(&many).expect("well-formed").check(4, 100).expect_err("many").detail.contains("64 at most"));
     }
 }

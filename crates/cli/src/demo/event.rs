@@ -37,12 +37,18 @@ pub(super) enum Event {
     Progress { step: u32, loss: f32 },
     /// The rank kills itself now.
     Killed { step: u32, at: Moment },
-    /// The rank is ready to be stopped.
-    Stalled { step: u32, pid: i32, at: Moment },
+    /// The rank is ready to be stopped, for so many milliseconds.
+    Stalled { step: u32, pid: i32, ms: u64, at: Moment },
     /// It was continued.
     Woke { step: u32, at: Moment },
-    /// The others went on without it, which it noticed in this step. It ends now.
+    /// The others went on without it, which it noticed in this step. It tries to join them again.
     Removed { step: u32, at: Moment },
+    /// This step begins, with which processes are to be started that join. Every rank says so.
+    Due { step: u32, at: Moment },
+    /// The rank takes part from this step on, in a job that ran already.
+    Joined(Joined),
+    /// The rank cannot take part any more: the others are through.
+    Late { at: Moment, back: bool },
     /// A step that ended with other contributors or members than the one before, or in which a rank was killed.
     Step(StepEnd),
     /// Checksums of what a rank applied in each step from this one on.
@@ -63,6 +69,20 @@ pub(super) struct StepEnd {
     pub(super) epoch: u64,
     /// Results that this rank had already, and that others took the place of.
     pub(super) replaced: usize,
+}
+
+/// How a rank came to take part in a running job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Joined {
+    pub(super) step: u32,
+    pub(super) at: Moment,
+    /// Since it began to.
+    pub(super) took_us: u64,
+    /// Of state that it was given, by so many members.
+    pub(super) bytes: u64,
+    pub(super) members: u32,
+    /// Whether it had been a member before.
+    pub(super) back: bool,
 }
 
 /// The job's figures, over all ranks.

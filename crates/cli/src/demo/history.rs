@@ -16,12 +16,13 @@ pub(super) struct History {
     runs: Vec<Run>,
 }
 
+/// Steps with the same contributors.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Run {
-    /// The first step of the run.
-    from: u32,
+pub(super) struct Run {
+    /// The first of them.
+    pub(super) from: u32,
     /// The contributors, ascending.
-    ranks: Vec<u32>,
+    pub(super) ranks: Vec<u32>,
 }
 
 impl History {
@@ -35,6 +36,11 @@ impl History {
         if self.runs.last().is_none_or(|run| run.ranks != contributors) {
             self.runs.push(Run { from: step, ranks: contributors.to_vec() });
         }
+    }
+
+    /// The runs, in the order of their steps.
+    pub(super) fn runs(&self) -> &[Run] {
+        &self.runs
     }
 
     /// The contributors of a step: none of one before the first.
@@ -65,37 +71,50 @@ impl History {
     }
 }
 
-/// The checksums of a rank's steps, on their way to the parent.
+/// What a rank remembers: of the steps that it made, and of those that it applied when it joined.
 #[derive(Debug)]
-pub(super) struct Trail {
-    first: u32,
-    checksums: Vec<u32>,
+pub(super) struct Memory {
+    pub(super) history: History,
+    /// The first step whose checksum the parent does not have yet.
+    unsent_from: u32,
+    unsent: Vec<u32>,
 }
 
-impl Trail {
-    /// Begins with this step.
-    pub(super) const fn new(first: u32) -> Self {
-        Self { first, checksums: Vec::new() }
+impl Memory {
+    /// Nothing yet.
+    pub(super) fn new() -> Self {
+        Self { history: History::default(), unsent_from: 1, unsent: Vec::new() }
     }
 
-    /// Adds the next step's.
+    /// Adds a step: the one after the last, or any when what came before was not lived through.
+    pub(super) fn add(&mut self, step: u32, contributors: &[u32], checksum: u32) {
+        if step != self.unsent_from + self.unsent.len() as u32 {
+            *self = Self { unsent_from: step, ..Self::new() };
+        }
+        self.history.push(step, contributors);
+        self.unsent.push(checksum);
+    }
+
+    /// Sends checksums to the parent where many wait.
     ///
     /// # Errors
     /// As [`ranks::emit`].
-    pub(super) fn push(&mut self, checksum: u32) -> Result<(), Fault> {
-        self.checksums.push(checksum);
-        if self.checksums.len() == TRAIL_PART { self.send() } else { Ok(()) }
+    pub(super) fn send_if_many(&mut self) -> Result<(), Fault> {
+        if self.unsent.len() >= TRAIL_PART { self.send() } else { Ok(()) }
     }
 
-    /// Sends what was not sent yet.
+    /// Sends the parent all checksums that it does not have yet.
     ///
     /// # Errors
     /// As [`ranks::emit`].
     pub(super) fn send(&mut self) -> Result<(), Fault> {
-        let checksums = std::mem::take(&mut self.checksums);
-        let first = self.first;
-        self.first += checksums.len() as u32;
-        ranks::emit(&Event::Trail { first, checksums })
+        for checksums in self.unsent.chunks(TRAIL_PART) {
+            let first = self.unsent_from;
+            self.unsent_from += checksums.len() as u32;
+            ranks::emit(&Event::Trail { first, checksums: checksums.to_vec() })?;
+        }
+        self.unsent.clear();
+        Ok(())
     }
 }
 
@@ -135,6 +154,18 @@ mod tests {
         // One that joined in step 50 has nothing to say about what was before.
         assert_eq!(one.difference(&history(&[(50, &[0, 1]), (60, &[0])])), None);
         assert_eq!(one.difference(&history(&[(50, &[0, 1, 3]), (60, &[0])])), Some(50));
+    }
+
+    #[test]
+    fn what_was_lived_through_is_remembered_and_nothing_that_came_before_a_gap() {
+        let mut memory = Memory::new();
+        memory.add(1, &[0, 1], 7);
+        memory.add(2, &[0], 8);
+        assert_eq!((memory.history.runs().len(), memory.unsent_from, &memory.unsent[..]), (2, 1, &[7, 8][..]));
+        for step in [5, 6] {
+            memory.add(step, &[0, 2], step);
+        }
+        assert_eq!((memory.history.first(), memory.unsent_from, &memory.unsent[..]), (5, 5, &[5, 6][..]));
     }
 
     #[test]

@@ -2,13 +2,14 @@
 //!
 //! The parent starts the ranks through the launcher, shows their progress, then trains the same job once more in its
 //! own process with the same rank-ordered sums, and says whether the final weights are the same bits. Nothing here is
-//! special to the demo: [`rank`] does what any trainer does. With [`disturb`] ranks die and stall in the middle of it.
+//! special to the demo: [`rank`] does what any trainer does. With [`disturb`] ranks die, stall and join in the middle.
 
 mod data;
 mod disturb;
 mod event;
 mod federated;
 mod history;
+mod learner;
 mod model;
 mod progress;
 mod rank;
@@ -17,6 +18,7 @@ mod report;
 mod story;
 mod verify;
 
+use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -76,14 +78,7 @@ pub(crate) struct DemoArgs {
 /// Runs the demo. Fails when a rank fails, when any two ranks or the reference end with different weights, and when
 /// the network did not learn.
 pub(crate) fn run(args: DemoArgs) -> ExitCode {
-    match demonstrate(&args) {
-        Ok(code) => code,
-        Err(ranks::Failure::Ranks(code)) => code,
-        Err(ranks::Failure::Fault(fault)) => {
-            complain(&fault);
-            ExitCode::FAILURE
-        }
-    }
+    demonstrate(&args).unwrap_or_else(ranks::Failure::exit_code)
 }
 
 /// One rank of the demo: the hidden subcommand that [`run`] starts.
@@ -129,6 +124,7 @@ fn train(args: &DemoArgs) -> Result<Story, ranks::Failure> {
     if args.disturbances.any() {
         // One more that fails than are killed on purpose is a failure.
         plan.ranks_min = Some(args.ranks - args.disturbances.kills() as u32);
+        plan.ranks_max = Some(args.ranks + args.disturbances.joins() as u32);
         if std::env::var_os("RUST_LOG").is_none() {
             // What ranks would warn of was asked for, and is told in a line of our own.
             plan.env.push(("RUST_LOG".into(), "error,pulsar=off".into()));
@@ -138,9 +134,18 @@ fn train(args: &DemoArgs) -> Result<Story, ranks::Failure> {
     let mut progress = Progress::new(args.steps);
     let finish = progress.finisher();
     let (heard, disturbances) = (Arc::clone(&story), args.disturbances.clone());
-    let trained = ranks::run(plan, move |rank, event| {
+    let mut due = BTreeSet::new();
+    let trained = ranks::run(plan, move |rank, event, starter| {
+        let mut story = heard.lock().unwrap_or_else(PoisonError::into_inner);
         match &event {
             Event::Progress { step, loss } => progress.show(*step, *loss),
+            // Any of the ranks may be the first to begin the step.
+            Event::Due { step, at } if due.insert(*step) => {
+                for _ in 0..disturbances.joins_in(*step) {
+                    starter.start_one();
+                    progress.tell(&story.started(*step, *at));
+                }
+            }
             Event::Stalled { step, pid, .. } => {
                 let time = disturbances.stalls_in(rank, *step).unwrap_or_default();
                 if let Err(fault) = disturb::stop_for(*pid, time) {
@@ -149,8 +154,7 @@ fn train(args: &DemoArgs) -> Result<Story, ranks::Failure> {
             }
             _ => {}
         }
-        let lines = heard.lock().unwrap_or_else(PoisonError::into_inner).take(rank, event);
-        lines.iter().for_each(|line| progress.tell(line));
+        story.take(rank, event).iter().for_each(|line| progress.tell(line));
     });
     finish();
     trained?;
@@ -197,5 +201,6 @@ fn evaluate(args: &DemoArgs, mut story: Story) -> Result<Report, ranks::Failure>
             Mode::Federated => |ranks| 2 * ranks,
         },
         differences: verify::problems(&story, &reference),
+        absences: verify::not_joined(&story),
     }))
 }

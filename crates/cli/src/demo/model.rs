@@ -16,6 +16,8 @@ const HIDDEN: usize = 128;
 pub(super) struct Parameter {
     /// The name of its gradient's tensor.
     pub(super) name: &'static str,
+    /// The name of its momentum as a part of the state.
+    pub(super) momentum: &'static str,
     /// Rows and columns. A bias is one row.
     pub(super) shape: (usize, usize),
     /// How soon the next step needs it: the first layer first.
@@ -36,10 +38,10 @@ const OUTPUT_BIAS: usize = 3;
 
 /// The parameters, in the order in which [`Model`] holds them.
 pub(super) const PARAMETERS: [Parameter; 4] = [
-    Parameter { name: "hidden.weight", shape: (PIXELS, HIDDEN), priority: 1 },
-    Parameter { name: "hidden.bias", shape: (1, HIDDEN), priority: 1 },
-    Parameter { name: "output.weight", shape: (HIDDEN, CLASSES), priority: 0 },
-    Parameter { name: "output.bias", shape: (1, CLASSES), priority: 0 },
+    Parameter { name: "hidden.weight", momentum: "hidden.weight.momentum", shape: (PIXELS, HIDDEN), priority: 1 },
+    Parameter { name: "hidden.bias", momentum: "hidden.bias.momentum", shape: (1, HIDDEN), priority: 1 },
+    Parameter { name: "output.weight", momentum: "output.weight.momentum", shape: (HIDDEN, CLASSES), priority: 0 },
+    Parameter { name: "output.bias", momentum: "output.bias.momentum", shape: (1, CLASSES), priority: 0 },
 ];
 
 /// Elements of all parameters together.
@@ -86,6 +88,16 @@ impl Model {
     /// Replaces all weights, in the order of [`Model::weights`].
     pub(super) fn set_weights(&mut self, weights: impl IntoIterator<Item = f32>) {
         self.parameters.iter_mut().flatten().zip(weights).for_each(|(weight, new)| *weight = new);
+    }
+
+    /// The weights of each parameter.
+    pub(super) fn values(&self) -> impl Iterator<Item = &[f32]> {
+        self.parameters.iter().map(flat)
+    }
+
+    /// The weights of each parameter, to be written to.
+    pub(super) fn values_mut(&mut self) -> impl Iterator<Item = &mut [f32]> {
+        self.parameters.iter_mut().map(flat_mut)
     }
 
     /// SHA-256 of all weights as little-endian bytes, in hexadecimal.
@@ -156,6 +168,16 @@ impl Momentum {
         Self { velocity: Model::zeroed().parameters }
     }
 
+    /// The momentum of each parameter.
+    pub(super) fn values(&self) -> impl Iterator<Item = &[f32]> {
+        self.velocity.iter().map(flat)
+    }
+
+    /// The momentum of each parameter, to be written to.
+    pub(super) fn values_mut(&mut self) -> impl Iterator<Item = &mut [f32]> {
+        self.velocity.iter_mut().map(flat_mut)
+    }
+
     /// Moves parameter `index` of `model` along its `gradient`.
     pub(super) fn update(&mut self, model: &mut Model, index: usize, gradient: impl IntoIterator<Item = f32>) {
         let weights = model.parameters[index].iter_mut().zip(&mut self.velocity[index]);
@@ -164,6 +186,15 @@ impl Momentum {
             *weight -= Self::RATE * *velocity;
         }
     }
+}
+
+/// All values of a parameter: there is none that does not lie in one piece, row after row.
+fn flat(parameter: &Array2<f32>) -> &[f32] {
+    parameter.as_slice().unwrap_or_default()
+}
+
+fn flat_mut(parameter: &mut Array2<f32>) -> &mut [f32] {
+    parameter.as_slice_mut().unwrap_or_default()
 }
 
 /// The gradient of the summed cross-entropy with respect to the logits, and the mean cross-entropy.

@@ -6,9 +6,9 @@ use gradwire_proto::{Fault, FaultKind};
 use serde::Serialize;
 
 use super::event::Measured;
-use super::history::History;
+use super::history::{History, Run};
 use super::model::ELEMENTS;
-use super::story::{Happening, Kind, Story};
+use super::story::{Happening, Kind, Story, list};
 use crate::args::Wire;
 use crate::bench::output::{human_bytes, say};
 
@@ -31,6 +31,8 @@ pub(super) struct Report {
     epoch: u64,
     /// What happened to ranks, in the order in which it was heard of.
     events: Vec<Happening>,
+    /// Whose contributions are in the steps from one on.
+    contributors: Vec<Run>,
     /// The fewest ranks whose contributions are in a step.
     contributors_min: usize,
     /// Steps in which a rank was lost, and that the others did again without it.
@@ -42,6 +44,9 @@ pub(super) struct Report {
     /// What ranks have that others, or one process, do not have.
     #[serde(skip)]
     differences: Vec<String>,
+    /// Processes that were to join, and did not.
+    #[serde(skip)]
+    absences: Vec<String>,
 }
 
 /// What a report is made of.
@@ -57,6 +62,7 @@ pub(super) struct Found<'a> {
     /// How many times the gradients would travel in a step without savings, by its number of contributors.
     pub(super) dense_copies: fn(u64) -> u64,
     pub(super) differences: Vec<String>,
+    pub(super) absences: Vec<String>,
 }
 
 impl Report {
@@ -77,11 +83,13 @@ impl Report {
             step_ms_p99: measured.step_ms_p99,
             epoch: measured.epoch,
             events: story.happenings.clone(),
+            contributors: history.runs().to_vec(),
             contributors_min: history.contributors_min(),
             steps_redone: story.count(Kind::Redone),
             steps_kept: story.count(Kind::Kept),
             recovery_ms_max: story.recovery_ms_max(),
             differences: found.differences,
+            absences: found.absences,
         }
     }
 
@@ -99,10 +107,11 @@ impl Report {
     /// # Errors
     /// A [`Fault`] of kind `System` when standard output takes no more.
     pub(super) fn print_table(&self) -> Result<(), Fault> {
-        let verdict = if self.differences.is_empty() {
-            format!("the same bits on all {}ranks and in one process", if self.has_losses() { "other " } else { "" })
-        } else {
-            format!("NOT the same bits: {}", self.differences.join("; "))
+        let verdict = match self.join_rows() {
+            _ if !self.differences.is_empty() => format!("NOT the same bits: {}", self.differences.join("; ")),
+            Some(_) => "the same bits on all ranks, those that joined too, and in one process".to_owned(),
+            None if self.has_losses() => "the same bits on all other ranks and in one process".to_owned(),
+            None => "the same bits on all ranks and in one process".to_owned(),
         };
         let share = match self.dense_fp32_bytes {
             0 => String::new(),
@@ -116,7 +125,7 @@ impl Report {
         table.add_row(["bytes on the wire", &format!("{}{share}", human_bytes(self.wire_bytes))]);
         table.add_row(["transport, wire format", &format!("{}, {}", self.transport, self.wire)]);
         table.add_row(["epoch", &self.epoch.to_string()]);
-        for (what, value) in self.loss_rows() {
+        for (what, value) in self.loss_rows().into_iter().chain(self.join_rows()).chain(self.contributors_row()) {
             table.add_row([what, &value]);
         }
         table.add_row(["final weights", &verdict]);
@@ -139,13 +148,34 @@ impl Report {
         rows
     }
 
+    /// Which ranks joined, and what it took; nothing where none did.
+    fn join_rows(&self) -> Option<(&'static str, String)> {
+        let joined = self.events.iter().filter(|event| event.kind == Kind::Joined);
+        let lines = joined.filter_map(|event| {
+            let (state, took_ms) = (human_bytes(event.bytes?), event.took_ms?);
+            Some(format!("{} in step {}: {state} of state, {took_ms:.1} ms", event.rank?, event.step))
+        });
+        let lines: Vec<String> = lines.collect();
+        (!lines.is_empty()).then(|| ("joined ranks", lines.join("\n")))
+    }
+
+    /// Who contributed to which steps; nothing where it was all of them in all.
+    fn contributors_row(&self) -> Option<(&'static str, String)> {
+        let ends = self.contributors.iter().skip(1).map(|next| next.from - 1).chain([self.steps]);
+        let lines = self.contributors.iter().zip(ends).map(|(run, end)| {
+            let steps = if run.from == end { format!("step {end}") } else { format!("steps {} to {end}", run.from) };
+            format!("{} in {steps}", list(&run.ranks))
+        });
+        (self.contributors.len() > 1).then(|| ("contributors", lines.collect::<Vec<_>>().join("\n")))
+    }
+
     fn has_losses(&self) -> bool {
         self.events.iter().any(|event| event.kind == Kind::Lost)
     }
 
     /// What is wrong with the result; empty when all is well.
     pub(super) fn problems(&self, accuracy_min: f64) -> Vec<String> {
-        let mut problems = self.differences.clone();
+        let mut problems = [&self.differences[..], &self.absences].concat();
         if self.accuracy.is_nan() || self.accuracy < accuracy_min {
             let (found, least) = (self.accuracy * 100.0, accuracy_min * 100.0);
             problems.push(format!("test accuracy {found:.2} % is below {least:.0} %: train longer (--steps)"));
@@ -165,7 +195,7 @@ fn percent(part: u64, whole: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::event::{Event, Moment, StepEnd};
+    use super::super::event::{Event, Joined, Moment, StepEnd};
     use super::*;
 
     fn report(story: &Story, history: &History, differences: &[&str], accuracy: f64) -> Report {
@@ -188,6 +218,7 @@ mod tests {
             story,
             dense_copies: |ranks| 2 * (ranks - 1),
             differences: differences.iter().map(|difference| (*difference).to_owned()).collect(),
+            absences: Vec::new(),
         })
     }
 
@@ -210,8 +241,8 @@ mod tests {
         let value: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&line).expect("parse");
         let mut fields: Vec<&str> = value.keys().map(String::as_str).collect();
         let mut promised: Vec<&str> = "ranks transport wire steps accuracy weights_sha256 reference_sha256 wire_bytes \
-            dense_fp32_bytes step_ms_p50 step_ms_p99 epoch events contributors_min steps_redone steps_kept \
-            recovery_ms_max"
+            dense_fp32_bytes step_ms_p50 step_ms_p99 epoch events contributors contributors_min steps_redone \
+            steps_kept recovery_ms_max"
             .split_whitespace()
             .collect();
         fields.sort_unstable();
@@ -233,6 +264,30 @@ mod tests {
         assert_eq!((&value["contributors_min"], &value["steps_redone"]), (&2.into(), &1.into()));
         assert_eq!((&value["steps_kept"], &value["recovery_ms_max"]), (&0.into(), &4.0.into()));
         assert_eq!(report.loss_rows()[0].1, "1 in step 5");
+        assert_eq!(value["contributors"][1], serde_json::json!({"from": 5, "ranks": [0, 2]}));
+        let row = report.contributors_row().expect("they changed").1;
+        assert_eq!(row, "0, 1, 2 in steps 1 to 4\n0, 2 in steps 5 to 10");
+    }
+
+    #[test]
+    fn ranks_that_joined_are_listed_with_what_it_took() {
+        let (mut story, mut history) = (Story::new(3), History::constant(3));
+        assert_eq!(report(&story, &history, &[], 1.0).join_rows(), None);
+        story.take(0, Event::Began { at: Moment::at_ms(1) });
+        story.started(4, Moment::at_ms(5));
+        let joined = Joined { step: 10, at: Moment::at_ms(9), took_us: 2500, bytes: 1024, members: 3, back: false };
+        story.take(3, Event::Joined(joined));
+        history.push(10, &[0, 1, 2, 3]);
+        let report = report(&story, &history, &[], 1.0);
+        let expected = ("joined ranks", "3 in step 10: 1.0 KiB of state, 2.5 ms".to_owned());
+        assert_eq!(report.join_rows(), Some(expected));
+        assert!(report.contributors_row().expect("they changed").1.ends_with("0, 1, 2, 3 in step 10"));
+        let value: serde_json::Value = serde_json::from_str(&report.json_line().expect("serialize")).expect("parse");
+        assert_eq!(value["events"][0], serde_json::json!({"kind": "started", "rank": null, "step": 4, "ms": 4.0}));
+        let joined = serde_json::json!(
+            {"kind": "joined", "rank": 3, "step": 10, "ms": 8.0, "took_ms": 2.5, "bytes": 1024}
+        );
+        assert_eq!(value["events"][1], joined);
     }
 
     #[test]

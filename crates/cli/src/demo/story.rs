@@ -1,11 +1,14 @@
 //! What happened to the ranks, as they tell it themselves: for people while it happens, and for the report.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use serde::Serialize;
 
-use super::event::{Event, Measured, Moment, StepEnd};
+use super::disturb;
+use super::event::{Event, Joined, Measured, Moment, StepEnd};
 use super::history::History;
+use crate::bench::output::human_bytes;
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -19,6 +22,12 @@ pub(super) struct Happening {
     /// For [`Kind::Epoch`]: which.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) epoch: Option<u64>,
+    /// For [`Kind::Joined`]: how long it took the rank, in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) took_ms: Option<f64>,
+    /// For [`Kind::Joined`]: how much state it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) bytes: Option<u64>,
 }
 
 /// The kinds of what can happen.
@@ -31,8 +40,12 @@ pub(super) enum Kind {
     Stalled,
     /// The rank was continued.
     Woke,
-    /// The rank, awake again, learned that the others had gone on without it, and ended.
+    /// The rank, awake again, learned that the others had gone on without it.
     Removed,
+    /// One more process was started, to join.
+    Started,
+    /// The rank, started or awake again, cannot take part any more: the others are through.
+    Late,
     /// The others go on without the rank.
     Lost,
     /// The rank takes part from this step on.
@@ -45,9 +58,10 @@ pub(super) enum Kind {
     Kept,
 }
 
-/// What one rank has told.
-#[derive(Debug, Default)]
+/// What one rank has told. There is another record of the same number for each time that it joined.
+#[derive(Debug)]
 pub(super) struct Record {
+    pub(super) rank: u32,
     /// Its checksums: the step of the first one, and all that came.
     pub(super) trail: Option<(u32, Vec<u32>)>,
     /// How it ended; none while it trains.
@@ -77,9 +91,19 @@ pub(super) struct Story {
     /// When steps in which a rank was killed ended on the slowest rank.
     ends: BTreeMap<u32, Moment>,
     pub(super) happenings: Vec<Happening>,
-    /// By rank.
-    pub(super) records: BTreeMap<u32, Record>,
+    /// In the order in which they began.
+    pub(super) records: Vec<Record>,
+    /// Processes that were started to join, and how many of them did or could not any more.
+    started: Processes,
     pub(super) measured: Option<Measured>,
+}
+
+/// What became of processes that were started to join.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Processes {
+    pub(super) started: usize,
+    pub(super) joined: usize,
+    pub(super) late: usize,
 }
 
 impl Story {
@@ -93,7 +117,8 @@ impl Story {
             kills: Vec::new(),
             ends: BTreeMap::new(),
             happenings: Vec::new(),
-            records: BTreeMap::new(),
+            records: Vec::new(),
+            started: Processes::default(),
             measured: None,
         }
     }
@@ -112,9 +137,9 @@ impl Story {
                 self.record(rank).end = Some(End::Killed);
                 vec![self.happened(Kind::Killed, Some(rank), step, at, format!("rank {rank} is killed"))]
             }
-            Event::Stalled { step, at, .. } => {
+            Event::Stalled { step, at, ms, .. } => {
                 self.struck.insert(rank, step);
-                vec![self.happened(Kind::Stalled, Some(rank), step, at, format!("rank {rank} is stopped"))]
+                vec![self.happened(Kind::Stalled, Some(rank), step, at, stopped(rank, Duration::from_millis(ms)))]
             }
             Event::Woke { step, at } => {
                 self.struck.remove(&rank);
@@ -122,9 +147,13 @@ impl Story {
             }
             Event::Removed { step, at } => {
                 self.record(rank).end = Some(End::Removed);
-                let words = format!("rank {rank} learns that the others went on without it, and ends");
+                let words = format!("rank {rank} learns that the others went on without it");
                 vec![self.happened(Kind::Removed, Some(rank), step, at, words)]
             }
+            // The parent tells it once, when it starts the process.
+            Event::Due { .. } => Vec::new(),
+            Event::Joined(joined) => vec![self.joined(rank, joined)],
+            Event::Late { at, back } => vec![self.late(rank, at, back)],
             Event::Step(end) => self.step_ended(&end),
             Event::Trail { first, checksums } => {
                 let trail = &mut self.record(rank).trail;
@@ -145,6 +174,44 @@ impl Story {
         }
     }
 
+    /// A process was started that is to join.
+    pub(super) fn started(&mut self, step: u32, at: Moment) -> String {
+        self.started.started += 1;
+        self.happened(Kind::Started, None, step, at, "one more process is started".to_owned())
+    }
+
+    fn joined(&mut self, rank: u32, joined: Joined) -> String {
+        let Joined { step, at, took_us, bytes, members, back } = joined;
+        self.started.joined += usize::from(!back);
+        self.struck.remove(&rank);
+        self.records.push(Record { rank, trail: None, end: None });
+        let took_ms = took_us as f64 / 1000.0;
+        let (again, from) =
+            (if back { " again" } else { "" }, if members == 1 { "1 rank" } else { &format!("{members} ranks") });
+        let words = format!(
+            "rank {rank} takes part{again}: {} of state from {from}, {took_ms:.1} ms in all",
+            human_bytes(bytes)
+        );
+        let line = self.happened(Kind::Joined, Some(rank), step, at, words);
+        if let Some(happening) = self.happenings.last_mut() {
+            (happening.took_ms, happening.bytes) = (Some(took_ms), Some(bytes));
+        }
+        line
+    }
+
+    fn late(&mut self, rank: u32, at: Moment, back: bool) -> String {
+        self.started.late += usize::from(!back);
+        let what = if back { "comes back too late" } else { "comes too late" };
+        let words = format!("rank {rank} {what}, the others are through: it ends");
+        let step = self.ends.last_key_value().map_or(0, |(step, _)| *step);
+        self.happened(Kind::Late, Some(rank), step, at, words)
+    }
+
+    /// What became of processes that were started to join.
+    pub(super) const fn processes(&self) -> Processes {
+        self.started
+    }
+
     /// The longest time from a kill to the end of its step on the slowest of the other ranks, in milliseconds.
     pub(super) fn recovery_ms_max(&self) -> Option<f64> {
         let times = self.kills.iter().filter_map(|(step, at)| Some(self.ends.get(step)?.ms_since(*at)));
@@ -156,8 +223,17 @@ impl Story {
         self.happenings.iter().filter(|happening| happening.kind == kind).count()
     }
 
+    /// The latest record of this number.
+    pub(super) fn latest(&self, rank: u32) -> Option<&Record> {
+        self.records.iter().rfind(|record| record.rank == rank)
+    }
+
     fn record(&mut self, rank: u32) -> &mut Record {
-        self.records.entry(rank).or_default()
+        let latest = self.records.iter().rposition(|record| record.rank == rank).unwrap_or_else(|| {
+            self.records.push(Record { rank, trail: None, end: None });
+            self.records.len() - 1
+        });
+        &mut self.records[latest]
     }
 
     /// The first rank that tells about a change is believed: all others tell the same, or fail at the reference.
@@ -176,7 +252,6 @@ impl Story {
         if lost.iter().any(|rank| self.struck.get(rank).is_some_and(|struck| *struck > step)) {
             return lines;
         }
-        let joined: Vec<u32> = members.difference(&self.members).copied().collect();
         (self.epoch, self.members) = (end.epoch, members);
         let mut fates = BTreeSet::new();
         for rank in lost {
@@ -192,9 +267,6 @@ impl Story {
         lines.push(epoch);
         for (of, kept) in fates {
             lines.extend(self.settled(of, kept, end));
-        }
-        for rank in joined {
-            lines.push(self.happened(Kind::Joined, Some(rank), step, at, format!("rank {rank} takes part")));
         }
         lines
     }
@@ -232,12 +304,17 @@ impl Story {
 
     fn happened(&mut self, kind: Kind, rank: Option<u32>, step: u32, at: Moment, words: String) -> String {
         let ms = self.began.map_or(0.0, |began| at.ms_since(began));
-        self.happenings.push(Happening { kind, rank, step, ms, epoch: None });
+        self.happenings.push(Happening { kind, rank, step, ms, epoch: None, took_ms: None, bytes: None });
         format!("{ms:8.1} ms  step {step}: {words}")
     }
 }
 
-fn list(ranks: &[u32]) -> String {
+fn stopped(rank: u32, time: Duration) -> String {
+    let note = if disturb::is_waited_for(time) { ", too short for the others to give it up" } else { "" };
+    format!("rank {rank} is stopped for {}{note}", humantime::format_duration(time))
+}
+
+pub(super) fn list(ranks: &[u32]) -> String {
     ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
 }
 
@@ -282,7 +359,7 @@ mod tests {
         let reports = [(0, step(60, 3000, &[0, 1, 2], &[0, 2], 2)), (2, step(61, 3001, &[0, 2], &[0, 2], 2))];
         for order in [[0, 1], [1, 0]] {
             let mut story = Story::new(3);
-            story.take(1, Event::Stalled { step: 60, pid: 1, at: Moment::at_ms(400) });
+            story.take(1, Event::Stalled { step: 60, pid: 1, ms: 5000, at: Moment::at_ms(400) });
             for at in order {
                 let (rank, Event::Step(end)) = &reports[at] else { unreachable!() };
                 story.take(*rank, Event::Step(end.clone()));
@@ -317,11 +394,39 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_takes_the_place_of_a_lost_one_is_told() {
+    fn a_rank_that_takes_the_place_of_a_lost_one_has_a_record_of_its_own() {
         let mut story = Story::new(2);
+        story.take(1, Event::Trail { first: 1, checksums: vec![7, 8] });
         story.take(1, Event::Killed { step: 3, at: Moment::at_ms(10) });
         story.take(0, step(3, 20, &[0], &[0], 2));
-        let lines = story.take(0, step(8, 30, &[0, 1], &[0, 1], 3));
-        assert!(lines[1].contains("step 8: rank 1 takes part"), "{lines:?}");
+        assert!(story.started(4, Moment::at_ms(21)).contains("step 4: one more process is started"));
+        let joined = Joined { step: 8, at: Moment::at_ms(29), took_us: 7500, bytes: 2048, members: 1, back: false };
+        let lines = story.take(1, Event::Joined(joined));
+        assert!(
+            lines[0].contains("step 8: rank 1 takes part: 2.0 KiB of state from 1 rank, 7.5 ms in all"),
+            "{lines:?}"
+        );
+        assert_eq!(story.take(0, step(8, 30, &[0, 1], &[0, 1], 3)).len(), 1, "the epoch");
+        story.take(1, Event::Trail { first: 8, checksums: vec![9] });
+        let trails: Vec<_> = story.records.iter().filter_map(|record| record.trail.clone()).collect();
+        assert_eq!(trails, [(1, vec![7, 8]), (8, vec![9])]);
+        assert!(story.latest(1).is_some_and(|record| record.end.is_none()), "it trains");
+        let told = story.happenings.iter().find(|happening| happening.kind == Kind::Joined).expect("told");
+        assert_eq!((told.took_ms, told.bytes), (Some(7.5), Some(2048)));
+        assert_eq!(story.processes(), Processes { started: 1, joined: 1, late: 0 });
+    }
+
+    #[test]
+    fn one_that_comes_back_or_too_late_is_told_as_such() {
+        let mut story = Story::new(2);
+        story.take(1, Event::Removed { step: 3, at: Moment::at_ms(10) });
+        let joined = Joined { step: 8, at: Moment::at_ms(29), took_us: 7500, bytes: 2048, members: 3, back: true };
+        let lines = story.take(1, Event::Joined(joined));
+        assert!(lines[0].contains("rank 1 takes part again") && lines[0].contains("from 3 ranks"), "{lines:?}");
+        let lines = story.take(2, Event::Late { at: Moment::at_ms(30), back: false });
+        assert!(lines[0].contains("rank 2 comes too late, the others are through"), "{lines:?}");
+        assert_eq!(story.processes(), Processes { started: 0, joined: 0, late: 1 });
+        let lines = story.take(1, Event::Stalled { step: 9, pid: 1, ms: 200, at: Moment::at_ms(31) });
+        assert!(lines[0].contains("rank 1 is stopped for 200ms, too short for the others to give it up"), "{lines:?}");
     }
 }

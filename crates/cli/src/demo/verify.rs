@@ -1,14 +1,16 @@
 //! Whether what the ranks ended with is what one process comes to with the same contributors in each step.
 
+use std::collections::BTreeSet;
+
 use super::history::History;
 use super::reference::Trained;
-use super::story::{End, Record, Story};
+use super::story::{End, Processes, Record, Story};
 
 /// The ranks that were through with all steps: their weights' hash and their history. First those that were there from
 /// the beginning.
 pub(super) fn finished(story: &Story) -> Vec<(u32, &str, &History)> {
-    let finished = story.records.iter().filter_map(|(rank, record)| match &record.end {
-        Some(End::Finished { weights_sha256, history }) => Some((*rank, weights_sha256.as_str(), history)),
+    let finished = story.records.iter().filter_map(|record| match &record.end {
+        Some(End::Finished { weights_sha256, history }) => Some((record.rank, weights_sha256.as_str(), history)),
         _ => None,
     });
     let mut finished: Vec<_> = finished.collect();
@@ -18,7 +20,9 @@ pub(super) fn finished(story: &Story) -> Vec<(u32, &str, &History)> {
 
 /// The ranks of which nobody knows how they ended.
 pub(super) fn missing(story: &Story, ranks: u32) -> Vec<u32> {
-    (0..ranks).filter(|rank| story.records.get(rank).is_none_or(|record| record.end.is_none())).collect()
+    let joined = story.records.iter().map(|record| record.rank).filter(|rank| *rank >= ranks);
+    let all: BTreeSet<u32> = (0..ranks).chain(joined).collect();
+    all.into_iter().filter(|rank| story.latest(*rank).is_none_or(|record| record.end.is_none())).collect()
 }
 
 /// What ranks that are left have other than the first of them, and than the reference; what ranks that were lost had
@@ -43,16 +47,32 @@ pub(super) fn problems(story: &Story, reference: &Trained) -> Vec<String> {
         problems
             .push(format!("ranks ended with different weights: those of rank {strays} are not those of rank {first}"));
     }
-    for (rank, record) in &story.records {
+    for record in &story.records {
         if let Some(step) = difference(record, &reference.trail) {
             problems.push(format!(
-                "from step {step} on, results of rank {rank} are not those of the one-process reference"
+                "from step {step} on, results of rank {} are not those of the one-process reference",
+                record.rank
             ));
         }
     }
     let reference = reference.model.sha256();
     if *weights != reference {
         problems.push(format!("final weights {weights} are not those of the one-process reference, {reference}"));
+    }
+    problems
+}
+
+/// What became of processes that were to join, if that was not what it should be.
+pub(super) fn not_joined(story: &Story) -> Vec<String> {
+    let Processes { started, joined, late } = story.processes();
+    let mut problems = Vec::new();
+    if late > 0 {
+        let detail = "came when the others were through: let them join earlier, or train longer (--steps)";
+        problems.push(format!("{late} of {started} processes that were to join {detail}"));
+    }
+    let silent = started.saturating_sub(joined + late);
+    if silent > 0 {
+        problems.push(format!("{silent} of {started} processes that were to join did not: look for the reason above"));
     }
     problems
 }
@@ -70,7 +90,7 @@ fn difference(record: &Record, reference: &[u32]) -> Option<u32> {
 mod tests {
     use gradwire_proto::WireFormat;
 
-    use super::super::event::{Event, Moment};
+    use super::super::event::{Event, Joined, Moment};
     use super::super::reference::{Task, train};
     use super::*;
 
@@ -133,6 +153,32 @@ mod tests {
         assert!(found.contains("from step 4 on, results of rank 2"), "{found}");
         assert!(!found.contains("results of rank 0") && !found.contains("final weights"), "{found}");
         assert_eq!(problems(&Story::new(3), &trained), ["no rank was through with all steps"]);
+    }
+
+    #[test]
+    fn a_rank_that_joined_is_held_against_its_own_steps() {
+        let mut history = History::constant(3);
+        history.push(5, &[0, 1, 2, 3]);
+        let mut late = History::default();
+        late.push(5, &[0, 1, 2, 3]);
+        let trained = reference(&history);
+        let mut story = story(&[(0, &trained, &history), (1, &trained, &history), (2, &trained, &history)]);
+        story.started(3, Moment::at_ms(1));
+        assert_eq!(not_joined(&story).len(), 1);
+        let joined = Joined { step: 5, at: Moment::at_ms(2), took_us: 1, bytes: 1, members: 3, back: false };
+        story.take(3, Event::Joined(joined));
+        assert_eq!((missing(&story, 3), not_joined(&story).len()), (vec![3], 0), "it has not said how it ended");
+        story.take(3, Event::Trail { first: 5, checksums: trained.trail[4..].to_vec() });
+        let weights_sha256 = trained.model.sha256();
+        story.take(3, Event::Finished { weights_sha256, history: late, measured: None });
+        assert_eq!((problems(&story, &trained), missing(&story, 3)), (Vec::<String>::new(), vec![]));
+        story.started(6, Moment::at_ms(3));
+        story.take(4, Event::Late { at: Moment::at_ms(4), back: false });
+        assert!(
+            not_joined(&story)[0].contains("1 of 2 processes that were to join came when"),
+            "{:?}",
+            not_joined(&story)
+        );
     }
 
     #[test]

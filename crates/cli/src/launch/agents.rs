@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use gradwire_control::Census;
+
 use super::hosts::Host;
 use super::output::{Flow, Outlet, Stream};
 use super::report::{LaunchError, signal_name};
@@ -51,6 +53,10 @@ pub(super) enum Event {
     Signal(i32),
     /// All output was handed on.
     OutputDone,
+    /// One more rank is to be started.
+    OneMore,
+    /// The job's log was read, if it could be, after this rank was lost.
+    Census(u32, Option<Census>),
 }
 
 /// One agent. Dropped, it is told to end its ranks, and is killed if it does not go.

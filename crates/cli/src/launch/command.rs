@@ -18,13 +18,13 @@ use crate::args::{BrokerChoice, Transport, Wire};
 
 /// Start a program on many ranks.
 ///
-/// Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, and
-/// what gradwire needs to join the job. Lines that ranks write come out behind `[rank]`. Standard input of the ranks
-/// is empty.
+/// Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, in
+/// GRADWIRE_RESTART how often it was started before (0 at first), and what gradwire needs to join the job. Lines that ranks
+/// write come out behind `[rank]`. Standard input of the ranks is empty.
 ///
 /// A rank fails when it exits with another code than 0, or by a signal. Without --min-ranks the others are ended then.
-/// With it they go on as long as so many are left, and --restarts starts those that failed again. A rank that exits with 0
-/// is through, and leaves the others running.
+/// With it they go on as long as so many are left, and --restarts starts those that failed again, where that can help. A
+/// rank that exits with 0 is through, and leaves the others running.
 ///
 /// SIGINT and SIGTERM are passed on to the ranks as SIGTERM: they can end in order, and are killed after --grace; a second
 /// one of these signals kills them at once. SIGHUP, SIGUSR1 and SIGUSR2 are passed on as they are.
@@ -71,11 +71,13 @@ pub(crate) struct LaunchArgs {
     /// As many as are started if not given.
     #[arg(long, value_name = "RANKS")]
     max_ranks: Option<u32>,
-    /// With --min-ranks: start ranks that failed once more, at most so many times in all. Each start counts, of whichever rank: a host
-    /// that is lost with 4 ranks costs 4. The rank has the same environment, and in GRADWIRE_RESTART how often it was started
-    /// before. Between a failure and the restart is a pause of 0.1 s, doubled with each failure of that rank, at most
-    /// 10 s; it begins anew when the rank has run for 60 s. Ranks of a host that is lost go to other hosts with free slots,
-    /// or to the same when it is back.
+    /// With --min-ranks: start ranks that failed once more, at most so many times in all. Each start counts, of whichever
+    /// rank: a host that is lost with 4 ranks costs 4. The rank has the same environment but for GRADWIRE_RESTART. Between a
+    /// failure and the restart is a pause of 0.1 s, doubled with each failure of that rank, at most 10 s; it begins anew when
+    /// the rank has run for 60 s. A rank is not started again that exits with 2, 126 or 127 (called wrongly, cannot be run, no
+    /// such program), that is of another model than the job, or that nobody could give the job's state any more. When all
+    /// ranks that have it are lost, the job ends. Ranks of a host that is lost go to other hosts with free slots, or to the
+    /// same when it is back.
     #[arg(long, value_name = "TIMES", default_value_t = 0, hide_default_value = true)]
     restarts: u32,
     /// How long ranks that get SIGTERM, by a signal to the launcher or because their slot was taken away, may take to end
@@ -117,7 +119,7 @@ pub(crate) struct LaunchArgs {
 
 /// Runs the command.
 pub(crate) fn execute(args: LaunchArgs) -> ExitCode {
-    let outcome = plan(args).and_then(|plan| run(plan, |line| forward_line(&line)));
+    let outcome = plan(args).and_then(|plan| run(plan, |line, _| forward_line(&line)));
     match outcome {
         Ok(report) => {
             if !report.success() || report.has_notes() {

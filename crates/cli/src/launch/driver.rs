@@ -16,9 +16,11 @@ use super::agents::{self, AgentLink, Event, RemoteOptions};
 use super::elastic::Site;
 use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Tail};
+use super::prospects::Prospects;
 use super::ranks::{Ranks, Spot, State};
 use super::report::{Failure, LaunchError, Report, Words, signal_name};
 use super::signals::SignalWatch;
+use super::starter::Starter;
 use super::variables::{self, Identity, Recipe};
 use super::{HostsFile, LaunchPlan, hosts};
 use crate::agent::wire::{Command, End, Hello, Report as AgentReport};
@@ -40,19 +42,23 @@ const HANGUP_GRACE: Duration = Duration::from_secs(10);
 /// Starts the ranks of a plan and returns when the last of them, and all that they started, has ended.
 ///
 /// Lines that ranks write go to the sink, on a thread of its own, one at a time; all of them have when this returns,
-/// unless a signal came while the sink was stuck. While it runs, SIGINT and SIGTERM are passed on to the ranks as SIGTERM,
-/// and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed, but for a job with `ranks_min`: what becomes of its
-/// ranks and hosts goes to standard error.
+/// unless a signal came while the sink was stuck. With each comes the way to ask for one more rank. While it runs, SIGINT
+/// and SIGTERM are passed on to the ranks as SIGTERM, and SIGHUP, SIGUSR1 and SIGUSR2 as they are. Nothing else is printed,
+/// but for a job with `ranks_min`: what becomes of its ranks and hosts goes to standard error.
 ///
 /// # Errors
 /// When not every rank could be started: a host cannot be reached, the broker does not start, the plan makes no sense.
 /// Nothing runs then.
-pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static) -> Result<Report, LaunchError> {
+pub(crate) fn run(
+    plan: LaunchPlan,
+    mut sink: impl FnMut(Line<'_>, &Starter) + Send + 'static,
+) -> Result<Report, LaunchError> {
     let hosts = hosts::find(plan.ranks, &plan.hosts)?;
     let (sender, events) = mpsc::channel();
     let no_thread = |error: io::Error| LaunchError::failed(format!("cannot start a thread: {error}"));
     let _watch = SignalWatch::start(sender.clone()).map_err(no_thread)?;
-    let output = Output::start(sink, &sender).map_err(no_thread)?;
+    let starter = Starter::new(sender.clone());
+    let output = Output::start(move |line| sink(line, &starter), &sender).map_err(no_thread)?;
     let given = gradwire::env::secret(&crate::job::variable).map_err(|fault| LaunchError::usage(fault.detail))?;
     let identity = Identity::fresh(plan.job.as_deref(), given)?;
     let counts = hosts::distribute(plan.ranks, &hosts);
@@ -82,6 +88,7 @@ pub(crate) fn run(plan: LaunchPlan, sink: impl FnMut(Line<'_>) + Send + 'static)
         poll_at: now,
         idle_since: None,
         interrupt: None,
+        prospects: Prospects::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
         driver.connect(site)?;
@@ -155,6 +162,8 @@ pub(super) struct Driver {
     pub(super) poll_at: Instant,
     /// Since when no rank runs although some should.
     pub(super) idle_since: Option<Instant>,
+    /// Whether starting lost ranks again can help.
+    pub(super) prospects: Prospects,
     /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
@@ -167,7 +176,7 @@ impl Driver {
                 Ok(Event::Report(index, AgentReport::Hello(hello))) => self.greet(index, hello)?,
                 Ok(Event::Ended(index, why)) => return Err(no_agent(&mut self.agents[index], why)),
                 Ok(Event::Signal(signal)) => return Err(LaunchError::interrupted(signal)),
-                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone) => {}
+                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone | Event::OneMore | Event::Census(..)) => {}
                 Err(_) => {
                     let agent = &mut self.agents[waiting];
                     agent.kill();
@@ -206,7 +215,9 @@ impl Driver {
     fn start_ranks(&mut self, plan: &LaunchPlan, identity: &Identity) -> Result<Option<RunningBroker>, LaunchError> {
         let own = variables::own_address(&self.agents, &plan.remote, self.hosts_file.is_some())?;
         let (broker, access) = self.start_broker(plan, identity, own)?;
-        self.recipe = Some(Recipe::new(plan, identity, &access, &self.agents, own)?);
+        let recipe = Recipe::new(plan, identity, &access, &self.agents, own)?;
+        self.prospects.begin(recipe.job(), plan.ranks);
+        self.recipe = Some(recipe);
         let mut rank = 0;
         for site in 0..self.sites.len() {
             let places: Vec<_> = (0..self.sites[site].planned).map(|slot| (rank + slot, Spot { site, slot })).collect();
@@ -305,6 +316,8 @@ impl Driver {
                 self.agent_done(index);
             }
             Event::OutputDone => {}
+            Event::OneMore => self.add_one(),
+            Event::Census(rank, census) => self.take_census(rank, census),
             Event::Ended(index, why) => self.agent_ended(index, why),
             Event::Flow(flow) => {
                 self.paused = flow == Flow::Pause;

@@ -9,6 +9,7 @@ use super::agents::{AgentLink, Leavings};
 use super::driver::{Driver, HELLO_TIME_MAX};
 use super::hosts::{self, Host, HostSlots};
 use super::journal::Happening;
+use super::prospects::{Loss, is_for_good};
 use super::ranks::{Spot, State, pause};
 use super::report::{Failure, LaunchError};
 use crate::agent::wire::{Command, End, Hello};
@@ -106,14 +107,16 @@ impl Driver {
     pub(super) fn lose(&mut self, rank: u32, host: &str, end: End, reason: String, held: Option<Spot>, ran: Duration) {
         self.added.remove(&rank);
         let pause = self.ranks.lose(rank, end, held, ran, Instant::now());
-        if let Some(pause) = pause {
-            let (count, most) = self.ranks.restarts();
-            let seconds = pause.as_secs_f64();
-            say(&format!(
-                "rank {rank} on {host} {reason}: starting it again in {seconds} s ({count} of {most} restarts)"
-            ));
+        let for_good = pause.is_some() && is_for_good(end);
+        if for_good {
+            self.ranks.give_up(rank);
+        }
+        if let Some(pause) = pause.filter(|_| !for_good) {
+            let loss = Loss { host: host.to_owned(), end, reason: reason.clone(), pause };
+            self.ask_before_restart(rank, loss);
         } else if self.can_go_on() && !self.stopping {
-            say(&format!("rank {rank} on {host} {reason}: the others go on without it"));
+            let why = if for_good { " it would end the same way if it was started again, and" } else { "" };
+            say(&format!("rank {rank} on {host} {reason}:{why} the others go on without it"));
         }
         self.journal.note(Happening::Lost, rank, host, Some(reason));
     }
@@ -135,6 +138,7 @@ impl Driver {
                 left => format!("{left} ranks are left"),
             };
             let used_up = match self.ranks.restarts() {
+                (count, most) if count < most => ", and starting it again would be of no use".to_owned(),
                 (_, 0) => String::new(),
                 (_, most) => format!(", and all restarts ({most}) are used up"),
             };
@@ -345,6 +349,7 @@ impl Driver {
         for (rank, state) in self.ranks.iter().collect::<Vec<_>>() {
             if let State::Waiting { at, held, .. } = state
                 && at <= now
+                && !self.prospects.are_awaited(rank)
                 && let Some(spot) = held.or_else(|| self.room(now))
             {
                 self.start_one(rank, spot);
@@ -440,6 +445,16 @@ impl Driver {
         (place.host.slots, place.failures, place.retry_at) = (slots, 0, now);
     }
 
+    /// One more rank is wanted on the first host, for which a slot is made if none is free.
+    pub(super) fn add_one(&mut self) {
+        let slots = self.sites[0].host.slots;
+        let host = &mut self.sites[0];
+        host.wanted += 1;
+        if self.ranks.free_slot(0, slots).is_none() {
+            host.host.slots += 1;
+        }
+    }
+
     /// The ranks that have no slot any more are told to end: those in the last slots.
     fn take_away(&mut self, site: usize, slots: u32, now: Instant) {
         let place = &mut self.sites[site];
@@ -469,6 +484,6 @@ impl Driver {
     }
 }
 
-fn say(text: &str) {
+pub(super) fn say(text: &str) {
     eprintln!("gradwire: {text}");
 }

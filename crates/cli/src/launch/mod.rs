@@ -2,8 +2,9 @@
 //!
 //! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
 //! job's secret never stands on a command line. Agents live as long as the host has a part in the job; ranks come and go
-//! (`elastic.rs`) in jobs that go on without those that are lost. It owns the job's broker unless another one is named. Whatever ends
-//! the job, a rank, a signal, the death of the launcher or of an agent, no process of it stays.
+//! (`elastic.rs`) in jobs that go on without those that are lost, and are started again where that can help
+//! (`prospects.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the
+//! death of the launcher or of an agent, no process of it stays.
 
 mod agents;
 mod command;
@@ -13,9 +14,11 @@ mod hosts;
 mod hosts_file;
 mod journal;
 mod output;
+mod prospects;
 mod ranks;
 mod report;
 mod signals;
+mod starter;
 mod variables;
 
 use std::ffi::OsString;
@@ -28,6 +31,7 @@ pub(crate) use self::driver::run;
 pub(crate) use self::hosts::HostSlots;
 pub(crate) use self::hosts_file::HostsFile;
 pub(crate) use self::output::{Line, Stream, forward_line};
+pub(crate) use self::starter::Starter;
 use crate::args::{BrokerChoice, Transport, Wire};
 
 /// How long ranks have for an end in order, if nobody says otherwise: enough for a step and a checkpoint.

@@ -125,6 +125,15 @@ impl Ranks {
         Some(pause)
     }
 
+    /// It waits to be started again, which would be of no use: it is not, and the restart is left for another.
+    pub(super) fn give_up(&mut self, rank: u32) {
+        let seat = &mut self.seats[rank as usize];
+        if let State::Waiting { end, .. } = seat.state {
+            seat.state = State::Lost(end);
+            self.restarts -= 1;
+        }
+    }
+
     /// No rank is started again from now on.
     pub(super) fn give_up_waiting(&mut self) {
         self.closed = true;
@@ -224,8 +233,12 @@ mod tests {
         assert!(ranks.lose(2, BAD, None, Duration::ZERO, now).is_none());
         assert_eq!((ranks.left(), ranks.restarts()), (2, (2, 2)));
         assert_eq!(ranks.start(0, SPOT, 0, now), 1);
+        ranks.give_up(1);
+        ranks.give_up(0);
+        assert_eq!((ranks.left(), ranks.state(1), ranks.restarts()), (1, Some(State::Lost(BAD)), (1, 2)));
+        assert!(ranks.lose(0, BAD, None, Duration::ZERO, now).is_some(), "it can be used by another");
         ranks.give_up_waiting();
-        assert_eq!((ranks.left(), ranks.state(1)), (1, Some(State::Lost(BAD))));
+        assert_eq!((ranks.left(), ranks.state(0)), (0, Some(State::Lost(BAD))));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _, UdpSocket};
 use std::os::unix::ffi::OsStrExt as _;
 
-use gradwire_control::{BrokerAccess, Token};
+use gradwire_control::{BrokerAccess, JobConfig, Token};
 use gradwire_proto::Secret;
 use gradwire_proto::secret::hex;
 
@@ -113,6 +113,15 @@ impl Recipe {
             ranks: Vec::new(),
         };
         Ok(Self { common, own })
+    }
+
+    /// The job as its ranks find it; nothing if they would find none.
+    pub(super) fn job(&self) -> Option<JobConfig> {
+        let value = |name: &str| {
+            let set = self.common.variables.iter().rfind(|(known, _)| known == name.as_bytes());
+            set.and_then(|(_, value)| String::from_utf8(value.clone()).ok()).filter(|value| !value.is_empty())
+        };
+        gradwire::env::job(&value).ok()
     }
 
     /// The plan for ranks of one agent, on a host where so many were to be from the start: each with its place and how

@@ -546,6 +546,27 @@ fn below_the_minimum_a_job_waits_for_newcomers() {
 }
 
 #[test]
+fn a_newcomer_hears_when_all_members_have_ended_in_good_order() {
+    let mut world = elastic(1, 2);
+    let early = world.start(1, 3, 2, 1);
+    world.run();
+    assert_eq!(world.events(early), []);
+    world.leave(0);
+    world.run();
+    assert!(world.events(early).iter().all(|event| matches!(event, ControlEvent::View(_))), "one is left");
+    world.leave(1);
+    world.run();
+    let late = world.start(1, 2, 2, 1);
+    world.run();
+    for node in [early, late] {
+        let events = world.events(node);
+        let [ControlEvent::Failed(fault)] = &events[..] else { panic!("{events:?}") };
+        assert_eq!(fault.kind, FaultKind::RankLeft);
+        assert!(fault.detail.contains("is over"), "{fault}");
+    }
+}
+
+#[test]
 fn ranks_that_come_at_the_same_time_share_an_epoch() {
     let mut world = elastic(1, 4);
     for node in [1, 2, 3] {

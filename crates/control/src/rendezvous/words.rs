@@ -104,6 +104,15 @@ impl Rendezvous {
         Fault::new(FaultKind::Removed, detail).at(self.me.rank)
     }
 
+    /// This process joined a job whose members have all ended.
+    pub(super) fn over(&self) -> Fault {
+        let detail = format!(
+            "job '{}' is over: its last ranks left in good order, and none is left that has its state",
+            self.me.job
+        );
+        Fault::new(FaultKind::RankLeft, detail)
+    }
+
     /// Two views of one epoch.
     pub(super) fn diverged(&self) -> Fault {
         let detail = format!(

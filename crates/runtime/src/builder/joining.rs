@@ -49,6 +49,15 @@ impl Start {
     pub(super) fn is_late(&self) -> bool {
         self.control.as_ref().is_some_and(|control| self.view.member(control.join_id()).is_none())
     }
+
+    /// Says in the control log what this process met that is no member. It is nobody else's affair, but a launcher learns
+    /// whether starting it again could help.
+    pub(super) fn tell(&self, fault: Fault) -> Fault {
+        if let Some(control) = self.control.as_ref().filter(|_| fault.reporter.is_none()) {
+            control.report(&fault);
+        }
+        fault
+    }
 }
 
 /// What a group is made of.

@@ -222,6 +222,11 @@ impl Holder {
                 return Err(fault);
             }
             inner.resting = true;
+            if inner.wish.is_some_and(|wish| wish.commits > commits) {
+                // It does not come to that step before the newcomer is there: who asked has to ask for this one.
+                inner.forget();
+                self.changed.notify_all();
+            }
             inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.resting = false;

@@ -28,6 +28,8 @@ const DIAL_MAX: Duration = Duration::from_secs(5);
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// How long to wait before everything is tried again.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
+/// Most steps ahead for which the members are asked to keep their state.
+const AHEAD_MAX: u64 = 64;
 /// How often it is looked whether the next step is final.
 const FOLLOW_EVERY: Duration = Duration::from_millis(2);
 
@@ -48,6 +50,8 @@ pub(crate) struct Newcomer<'a> {
 enum Attempt {
     /// Members came or went meanwhile: again.
     Again(String),
+    /// The members had made the step before they heard that its state was wanted: again, for a later one.
+    Missed(String),
     Never(Fault),
 }
 
@@ -79,6 +83,7 @@ impl Newcomer<'_> {
     pub(crate) fn catch_up(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
         let parts = parts_of(&trainer.parts())?;
         let mut last = "no member was asked".to_owned();
+        let mut ahead = 1;
         loop {
             self.take_events()?;
             if Instant::now() >= self.deadline {
@@ -87,19 +92,22 @@ impl Newcomer<'_> {
                 );
                 return Err(Fault::new(FaultKind::DeadlineExceeded, detail).at(self.params.rank));
             }
-            match self.attempt(&parts, trainer) {
+            match self.attempt(ahead, &parts, trainer) {
                 Ok(caught_up) => return Ok(caught_up),
                 Err(Attempt::Never(fault)) => return Err(fault),
-                Err(Attempt::Again(why)) => {
-                    tracing::info!(why, "the job's state could not be had: again");
+                Err(Attempt::Again(why)) => last = why,
+                Err(Attempt::Missed(why)) => {
                     last = why;
-                    std::thread::sleep(AGAIN_AFTER);
+                    ahead = (2 * ahead).min(AHEAD_MAX);
                 }
             }
+            tracing::info!(why = last, "the job's state could not be had: again");
+            std::thread::sleep(AGAIN_AFTER);
         }
     }
 
-    fn attempt(&mut self, parts: &[SavedPart], trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
+    /// `ahead`: after how many further steps the members are to keep their state.
+    fn attempt(&mut self, ahead: u64, parts: &[SavedPart], trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
         let mut sources = self.connect()?;
         let outlines =
             ask_all(&mut sources, |_| Ask::Outline, |stream| decode(body(stream, Given::Outline)?, Outline::decode));
@@ -108,7 +116,7 @@ impl Newcomer<'_> {
         let tensors: Vec<Declaration> = outline.declared.iter().flatten().cloned().collect();
         check_specs(self.specs, &tensors, self.wire)?;
         let resting = outlines.iter().all(|outline| outline.resting && outline.commits == outlines[0].commits);
-        let commits = outline.commits + u64::from(!resting);
+        let commits = outline.commits + if resting { 0 } else { ahead };
         let transfer = self.take_state(&mut sources, commits, parts, trainer)?;
         let result =
             |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
@@ -265,7 +273,7 @@ impl CaughtUp {
                 Ok(true) => {}
                 Ok(false) if Instant::now() < deadline => std::thread::sleep(FOLLOW_EVERY),
                 Ok(false) => return Err(lost("the members do not say that the step is final")),
-                Err(Attempt::Again(why)) => return Err(lost(&why)),
+                Err(Attempt::Again(why) | Attempt::Missed(why)) => return Err(lost(&why)),
                 Err(Attempt::Never(fault)) => return Err(fault),
             }
         }
@@ -372,6 +380,9 @@ fn all<T>(sources: &[Source], answers: Vec<Result<T, Trouble>>) -> Result<Vec<T>
         answer.map_err(|trouble| match trouble {
             Trouble::No(No { reason: Reason::Never, detail, .. }) => {
                 Attempt::Never(Fault::new(FaultKind::System, detail).at(source.rank))
+            }
+            Trouble::No(No { reason: Reason::TooLate, detail, .. }) => {
+                Attempt::Missed(format!("{}: {detail}", source.rank))
             }
             trouble => Attempt::Again(describe(source.rank, &trouble)),
         })

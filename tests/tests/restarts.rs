@@ -1,0 +1,63 @@
+//! Ranks that `gradwire launch` starts again, and those that it does not because that would be of no use.
+
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use gradwire_tests::binary;
+
+/// Runs this shell script on so many ranks, with `$E2E` for a trainer that makes so many steps of 100 ms. Any may be lost.
+fn launch(ranks: &str, steps: u32, script: &str) -> Output {
+    let trainer = format!("{} {steps} 100", binary("e2e-elastic").display());
+    let arguments = ["launch", "-n", ranks, "--min-ranks", "1", "--restarts", "6", "--env", "E2E_EXIT=1"];
+    let mut command = Command::new(binary("gradwire"));
+    command.args(arguments).args(["--", "sh", "-c", script]).env("E2E", trainer);
+    command.output().expect("runs")
+}
+
+/// Asserts how it exited, and returns what it said.
+fn said(output: &Output, code: i32) -> String {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{out}\n{err}");
+    format!("{out}\n{err}")
+}
+
+#[test]
+fn a_rank_that_is_started_again_takes_part_again() {
+    let script = "case $RANK$GRADWIRE_RESTART in 10) exec timeout -s KILL 2 $E2E;; *) exec $E2E;; esac";
+    let said = said(&launch("2", 60, script), 0);
+    assert_eq!(said.matches("starting it again in 0.1 s (1 of 6 restarts)").count(), 1, "{said}");
+    assert!(said.contains("[1] joined") && said.contains("[1] ok 60 steps"), "{said}");
+    assert!(said.contains("gradwire: all ranks ended well"), "{said}");
+}
+
+#[test]
+fn with_all_ranks_lost_at_once_the_job_ends_without_a_try() {
+    let began = Instant::now();
+    let said = said(&launch("3", 9000, "exec timeout -s KILL 4 $E2E"), 137);
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    let words =
+        "was killed by SIGKILL: no rank is left that has the job's state: start the job again, from what was saved";
+    assert_eq!(said.matches(words).count(), 1, "{said}");
+    assert!(!said.contains("ok "), "{said}");
+}
+
+#[test]
+fn a_rank_of_another_model_uses_no_restarts_up() {
+    let script =
+        "case $RANK$GRADWIRE_RESTART in 10) exec timeout -s KILL 2 $E2E;; 11) export E2E_WIDER=1;; esac; exec $E2E";
+    let said = said(&launch("2", 60, script), 0);
+    assert_eq!(said.matches("starting it again").count(), 1, "{said}");
+    assert!(
+        said.contains("rank 1 on localhost exited with code 1: it is not started again, for it would meet the same"),
+        "{said}"
+    );
+    assert!(said.contains("another model") && said.contains("[0] ok 60 steps"), "{said}");
+}
+
+#[test]
+fn a_rank_that_fails_when_the_others_are_through_is_not_started_again() {
+    let script = "$E2E || exit 1; [ $RANK = 0 ] || { sleep 3; exit 3; }";
+    let said = said(&launch("2", 5, script), 0);
+    assert!(!said.contains("starting it again"), "{said}");
+    assert!(said.contains("exited with code 3: it is not started again, for the others are through"), "{said}");
+}
