@@ -31,7 +31,7 @@ pub enum FrameKind {
     Nack = 4,
     /// The job failed. Body: the fault.
     Abort = 5,
-    /// The sender takes part in nothing further.
+    /// The sender takes part in nothing further. Body, where it is lost: the fault.
     Goodbye = 6,
     /// The sender needs nothing more from the rank that said goodbye.
     GoodbyeAck = 7,
@@ -43,9 +43,10 @@ pub enum FrameKind {
     Ready = 9,
     /// Answers a NACK for results that cannot be had yet. Body: a bitmap of the ranks whose contributions are missing.
     Waiting = 10,
-    /// The sender is there.
+    /// The sender is there, and says so again within `unit_count` milliseconds.
     Heartbeat = 11,
-    /// The sender has all results of the step that is its `step`-th commit, counted from 0.
+    /// The sender has all results of the step that is its `step`-th commit, counted from 0, and wants `unit_count`
+    /// ([`crate::session::Wish`]).
     HasAll = 12,
     /// The sender has entered `epoch` after `step` commits and `unit_count` declaration rounds. `location.region` is
     /// where the receiver's contributions are to be written. Body: for each tensor without elements that was posted

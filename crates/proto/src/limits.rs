@@ -34,6 +34,10 @@ pub const SAVED_PIECE_BYTES_MIN: u32 = 4096;
 pub const SAVED_PIECE_BYTES_MAX: u32 = 64 << 20;
 /// Longest name of a job or of a model's version in a saved state.
 pub const SAVED_NAME_BYTES_MAX: usize = 64;
+/// Longest pause between two heartbeats, in milliseconds.
+pub const HEARTBEAT_MS_MAX: u32 = 60_000;
+/// A peer is given up only after so many of its heartbeats are missing: one that is late is no loss.
+pub const SILENCE_HEARTBEATS_MIN: u64 = 3;
 /// Longest detail text in a fault that is passed on to peers.
 pub const FAULT_DETAIL_BYTES_MAX: usize = 1024;
 /// Most shards that a model has in the federated mode.

@@ -137,7 +137,8 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
             with_body(FrameHeader { flags: FLAG_NACK_RESULT, ..frame(FrameKind::Nack) }, &[0b101]),
             vec![0b101],
         ),
-        ("frame-abort", with_body(plain(FrameKind::Abort), &abort), abort),
+        ("frame-abort", with_body(plain(FrameKind::Abort), &abort), abort.clone()),
+        ("frame-goodbye-lost", with_body(plain(FrameKind::Goodbye), &abort), abort),
         ("frame-goodbye", plain(FrameKind::Goodbye), vec![]),
         ("frame-goodbye-ack", plain(FrameKind::GoodbyeAck), vec![]),
         (
@@ -158,8 +159,8 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
             vec![],
         ),
         ("frame-waiting", with_body(FrameHeader { unit_count: 1, ..frame(FrameKind::Waiting) }, &[0b100]), vec![0b100]),
-        ("frame-heartbeat", plain(FrameKind::Heartbeat), vec![]),
-        ("frame-has-all", FrameHeader { step: Step(9), ..plain(FrameKind::HasAll) }, vec![]),
+        ("frame-heartbeat", FrameHeader { unit_count: 500, ..plain(FrameKind::Heartbeat) }, vec![]),
+        ("frame-has-all", FrameHeader { step: Step(9), unit_count: 2, ..plain(FrameKind::HasAll) }, vec![]),
         (
             "frame-sync",
             with_body(
@@ -167,6 +168,7 @@ fn frames() -> Vec<(&'static str, FrameHeader, Vec<u8>)> {
                     epoch: Epoch(2),
                     step: Step(9),
                     flags: FLAG_HAS_ALL,
+                    bucket: BucketId(2),
                     unit_count: 1,
                     location: Location { region: RegionKey(6), offset: 0 },
                     ..plain(FrameKind::Sync)

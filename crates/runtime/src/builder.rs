@@ -19,6 +19,9 @@ use joining::Start;
 
 /// How long joining and each operation may take, unless something else is said.
 const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
+/// How often peers are told that this rank is there, and how long one may be silent, unless something else is said.
+const HEARTBEAT_DEFAULT: Duration = Duration::from_millis(500);
+const SILENCE_DEFAULT: Duration = Duration::from_millis(2500);
 /// How many saves are kept, unless something else is said.
 const SAVES_KEPT_DEFAULT: usize = 2;
 
@@ -37,13 +40,17 @@ pub struct Builder {
     ranks_min: u32,
     ranks_max: u32,
     saves_kept: usize,
+    stop_on_sigterm: bool,
+    heartbeat: Duration,
+    silence: Duration,
 }
 
 impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
     /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS`, `GRADWIRE_RETAIN_STEPS`, `GRADWIRE_RECOVERY` (fail,
-    /// abort, redo), `GRADWIRE_RANKS_MIN` and `GRADWIRE_RANKS_MAX` as defaults.
+    /// abort, redo), `GRADWIRE_HEARTBEAT_MS`, `GRADWIRE_SILENCE_MS`, `GRADWIRE_RANKS_MIN` and `GRADWIRE_RANKS_MAX` as
+    /// defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
@@ -73,6 +80,8 @@ impl Builder {
             Some("redo") => Recovery::Redo,
             Some(text) => return Err(wrong("GRADWIRE_RECOVERY", text, "fail, abort or redo")),
         };
+        let heartbeat = milliseconds("GRADWIRE_HEARTBEAT_MS", 1)?.unwrap_or(HEARTBEAT_DEFAULT);
+        let silence = milliseconds("GRADWIRE_SILENCE_MS", 1)?.unwrap_or(SILENCE_DEFAULT);
         let ranks_min = ranks("GRADWIRE_RANKS_MIN")?.unwrap_or(1);
         let ranks_max = ranks("GRADWIRE_RANKS_MAX")?.unwrap_or(0);
         let place = Some(crate::env::from_process(deadline)?);
@@ -90,6 +99,9 @@ impl Builder {
             ranks_min,
             ranks_max,
             saves_kept: SAVES_KEPT_DEFAULT,
+            stop_on_sigterm: false,
+            heartbeat,
+            silence,
         })
     }
 
@@ -113,6 +125,22 @@ impl Builder {
     #[must_use]
     pub const fn ranks_max(mut self, ranks: u32) -> Self {
         self.ranks_max = ranks;
+        self
+    }
+
+    /// How often this rank tells every other that it is there, where lost ranks do not fail the job: every 500 ms by
+    /// default, a minute at most. It does so by itself, however long the trainer computes.
+    #[must_use]
+    pub const fn heartbeat(mut self, interval: Duration) -> Self {
+        self.heartbeat = interval;
+        self
+    }
+
+    /// A rank from which nothing came for so long is lost: 2.5 seconds by default, and not less than three heartbeats, its
+    /// own or the other's, so that ranks may have different settings. One whose process ends is lost at once.
+    #[must_use]
+    pub const fn silence(mut self, limit: Duration) -> Self {
+        self.silence = limit;
         self
     }
 
@@ -175,6 +203,24 @@ impl Builder {
     #[must_use]
     pub const fn saves_kept(mut self, saves: usize) -> Self {
         self.saves_kept = saves;
+        self
+    }
+
+    /// While the group lives, SIGTERM does not end the process, but is notice that it is to end: [`Commit::next`] says with
+    /// which step. Only for programs that look at it, so no by default. Must be the same on every rank.
+    ///
+    /// A rank that was given notice leaves with the first step that ends a second later, and with it all others that were
+    /// given notice by then ([`Next::Leave`]): the rest go on without them, and their contributions count. As soon as all
+    /// were, as when the launcher or a scheduler ends the job, all end with the step ([`Next::End`]). With
+    /// [`Recovery::Fail`], where nobody can go on without a rank, notice to one is notice to all; commits wait for all
+    /// ranks there too, then. So does notice to the rank that serves the job's broker, where nobody named one.
+    ///
+    /// [`Commit::next`]: crate::Commit::next
+    /// [`Next::Leave`]: crate::Next::Leave
+    /// [`Next::End`]: crate::Next::End
+    #[must_use]
+    pub const fn stop_on_sigterm(mut self, stop: bool) -> Self {
+        self.stop_on_sigterm = stop;
         self
     }
 
@@ -259,6 +305,9 @@ impl Builder {
             ranks_min: 1,
             ranks_max: 0,
             saves_kept: SAVES_KEPT_DEFAULT,
+            stop_on_sigterm: false,
+            heartbeat: HEARTBEAT_DEFAULT,
+            silence: SILENCE_DEFAULT,
         }
     }
 }

@@ -54,7 +54,8 @@ struct Copies {
 pub(crate) struct Driver {
     engine: ArrayQueue<Box<Engine>>,
     submissions: ArrayQueue<Submission>,
-    faults: ArrayQueue<Fault>,
+    /// Ways in which callers end the job, or their part in it.
+    faults: ArrayQueue<(Fault, fn(&mut Engine, Fault))>,
     waiters: ArrayQueue<Thread>,
     /// Threads that want the baton; and those of them that want it for a moment only, whom every other lets pass.
     wanted: AtomicU32,
@@ -177,7 +178,16 @@ impl Driver {
 
     /// Fails the job.
     pub(crate) fn fail(&self, fault: Fault) {
-        let _ = self.faults.push(fault);
+        self.end(fault, Engine::fail);
+    }
+
+    /// This rank is lost to the job; where the others can, they go on without it.
+    pub(crate) fn resign(&self, fault: Fault) {
+        self.end(fault, Engine::resign);
+    }
+
+    fn end(&self, fault: Fault, how: fn(&mut Engine, Fault)) {
+        let _ = self.faults.push((fault, how));
         self.wake_background();
         self.ring();
     }
@@ -324,8 +334,8 @@ impl Driver {
         while let Some(submission) = self.submissions.pop() {
             engine.submit(submission);
         }
-        while let Some(fault) = self.faults.pop() {
-            engine.fail(fault);
+        while let Some((fault, how)) = self.faults.pop() {
+            how(engine, fault);
         }
     }
 

@@ -1,8 +1,10 @@
 //! The group: what a trainer holds.
 
+mod ends;
+
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,6 +21,7 @@ use crate::durable::{Durable, SaveIdentity};
 use crate::engine::{Committed, Made, Submission};
 use crate::env::Guard;
 use crate::handle::{Handle, Tensor, TensorShared};
+use crate::notice::NoticeWatch;
 use crate::state::State;
 use crate::transfer::{Copying, DoorKeeper};
 use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Version};
@@ -26,8 +29,6 @@ use crate::types::{Commit, OpError, Outcome, Replaced, Stats, TensorSpec, Versio
 /// Names that begin like this are gradwire's own.
 pub(crate) const RESERVED_PREFIX: &str = "gradwire.";
 const BARRIER: &str = "gradwire.barrier";
-/// How long a farewell may take: peers that need something get it, but a dead one does not hold anybody up.
-const FAREWELL_MAX: Duration = Duration::from_secs(2);
 
 /// This rank's membership in a job.
 ///
@@ -43,6 +44,10 @@ pub struct Group {
     transport: String,
     pub(crate) commits: AtomicU64,
     versions_dropped: AtomicU64,
+    /// The caller wants this rank to leave, or all to end.
+    leave_requested: AtomicBool,
+    stop_requested: AtomicBool,
+    notice: Option<NoticeWatch>,
     /// Lets newcomers in.
     door: Option<DoorKeeper>,
     /// Keeps the job's rendezvous, where this process serves it, until the group is gone.
@@ -57,6 +62,7 @@ pub(crate) struct GroupParts {
     pub(crate) door: Option<DoorKeeper>,
     /// It joins a running job: what gradwire itself needs was declared when that began.
     pub(crate) joins: bool,
+    pub(crate) notice: Option<NoticeWatch>,
 }
 
 /// What does not change while the group lives.
@@ -68,6 +74,8 @@ pub(crate) struct Identity {
     pub(crate) deadline: Duration,
     pub(crate) first_step: Step,
     pub(crate) recovery: Recovery,
+    /// Commits wait for all ranks, and say what each wants.
+    pub(crate) agrees: bool,
 }
 
 impl fmt::Debug for Group {
@@ -84,7 +92,7 @@ impl Group {
         thread: JoinHandle<()>,
         parts: GroupParts,
     ) -> Result<Self, Fault> {
-        let GroupParts { control, guard, saves, door, joins } = parts;
+        let GroupParts { control, guard, saves, door, joins, notice } = parts;
         let transport = driver.with_engine(|engine| engine.transport_names().join("+"));
         let mut group = Self {
             driver,
@@ -96,6 +104,9 @@ impl Group {
             transport: if transport.is_empty() { "local".into() } else { transport },
             commits: AtomicU64::new(identity.first_step.0),
             versions_dropped: AtomicU64::new(0),
+            leave_requested: AtomicBool::new(false),
+            stop_requested: AtomicBool::new(false),
+            notice,
             door,
             guard,
         };
@@ -319,7 +330,7 @@ impl Group {
     /// step's operations first. Never waits for the broker: while it is away, records wait for it.
     ///
     /// With [`Recovery::Redo`] and [`Recovery::Abort`] it waits until every rank has all results of the step, by the
-    /// deadline: only then no rank that is lost can change them any more. Apply results after the commit, and those in
+    /// deadline: only then no rank that is lost can change them any more. It says what comes next, too: [`Commit::next`]. Apply results after the commit, and those in
     /// [`Commit::replaced`] in place of what was handed out before.
     ///
     /// Every rank commits equally often, with the same operations in between: an operation that ranks did between
@@ -331,10 +342,10 @@ impl Group {
     /// operations are in flight. [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or
     /// away for too long: the step has ended all the same, with its results; only its version is not on record.
     pub fn commit(&self) -> Result<Commit, Fault> {
-        let Committed { made, replaced, rejected } = if self.identity.recovery == Recovery::Fail {
-            self.driver.with_engine(|engine| engine.commit())
-        } else {
+        let Committed { made, replaced, rejected, next } = if self.identity.agrees {
             self.commit_with_all().inspect_err(|fault| self.driver.aborts.tell(fault))?
+        } else {
+            self.driver.with_engine(|engine| engine.commit())
         };
         let step = Step(self.commits.fetch_add(1, Ordering::Relaxed));
         let Made { epoch, contributors, crcs } = made;
@@ -351,13 +362,17 @@ impl Group {
             .map(|(id, output, outcome)| Replaced { tensor: tensor(id), output, outcome })
             .filter(|replaced| !replaced.tensor.name().starts_with(RESERVED_PREFIX))
             .collect();
-        Ok(Commit { version: Version { epoch, step }, contributors, replaced })
+        Ok(Commit { version: Version { epoch, step }, contributors, replaced, next })
     }
 
     /// Waits until every rank has all results of the step.
     fn commit_with_all(&self) -> Result<Committed, Fault> {
         let heard = self.driver.aborts.heard();
-        self.driver.with_engine(|engine| engine.begin_commit(self.identity.deadline, heard))?;
+        let wish = self.wish();
+        self.driver.with_engine(|engine| {
+            engine.set_wish(wish);
+            engine.begin_commit(self.identity.deadline, heard)
+        })?;
         self.driver.drive_to(None, |engine| !engine.is_committing());
         self.driver.with_engine(|engine| engine.take_commit())
     }
@@ -435,78 +450,6 @@ impl Group {
     #[must_use]
     pub fn fault(&self) -> Option<Fault> {
         self.driver.with_engine(|engine| engine.fault().cloned())
-    }
-
-    /// Leaves the job in good order: the other ranks get what they still need from this one, for 2 seconds at most,
-    /// and version records are published, while the broker takes one every 2 seconds at least, up to the deadline.
-    /// Operations in flight are waited for first.
-    ///
-    /// # Errors
-    /// Why the job failed, if it did; [`FaultKind::Unrecorded`] when commits could not be published, because the broker
-    /// was away until the end.
-    pub fn close(mut self) -> Result<(), Fault> {
-        let fault = self.fault();
-        let recorded = self.shut_down();
-        fault.map_or(recorded, Err)
-    }
-
-    /// A panic unwinds this rank: it does not leave in good order. Where the process ends, its links close after its
-    /// exit, so that a launcher sees the cause before the consequences; where it goes on, the others are told.
-    fn abandon(&mut self) {
-        const EXIT_FIRST: Duration = Duration::from_millis(500);
-        let rank = self.rank();
-        let driver = Arc::clone(&self.driver);
-        let told = std::thread::Builder::new().spawn(move || {
-            std::thread::sleep(EXIT_FIRST);
-            let detail = format!("{rank} panicked: look for the reason in its output");
-            driver.fail(Fault::new(FaultKind::RankDied, detail).at(rank));
-        });
-        drop(told);
-        std::mem::forget(self.guard.take());
-    }
-
-    fn shut_down(&mut self) -> Result<(), Fault> {
-        let Some(thread) = self.thread.take() else { return Ok(()) };
-        let mut recorded = Ok(());
-        if let Some(door) = &self.door {
-            door.holder.close();
-        }
-        self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
-        self.driver.with_engine(crate::engine::Engine::leave);
-        let limit = Instant::now().checked_add(FAREWELL_MAX);
-        self.driver
-            .drive_to(limit, |engine| (engine.said_farewell() || engine.fault().is_some()) && engine.is_flushed());
-        if let Some(control) = self.control.take() {
-            if let Some(fault) = self.driver.with_engine(|engine| engine.fault().cloned())
-                && fault.reporter.is_none()
-                && fault.kind != FaultKind::Removed
-            {
-                control.report(&fault);
-            }
-            audit_rejected(&control, self.driver.with_engine(crate::engine::Engine::take_rejected));
-            recorded = control.leave(FAREWELL_MAX, self.identity.deadline);
-        }
-        if self.guard.as_ref().is_some_and(Guard::serves_broker) {
-            // The others say to this process's broker that they leave.
-            let limit = Instant::now().checked_add(FAREWELL_MAX);
-            self.driver.drive_to(limit, crate::engine::Engine::is_alone);
-        }
-        self.driver.stop(thread);
-        drop(self.door.take());
-        drop(self.guard.take());
-        recorded
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.abandon();
-        } else {
-            if let Err(fault) = self.shut_down() {
-                tracing::error!(%fault, "a group was dropped, and not everything of it is on record");
-            }
-        }
     }
 }
 

@@ -32,6 +32,7 @@ pub mod env;
 pub mod federated;
 mod group;
 mod handle;
+mod notice;
 mod retained;
 mod state;
 mod system;
@@ -41,7 +42,7 @@ mod transfer;
 mod types;
 
 pub use builder::{Builder, Joined};
-pub use gradwire_proto::session::Recovery;
+pub use gradwire_proto::session::{Next, Recovery};
 pub use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Scope, Secret, Step, WireFormat};
 pub use gradwire_transport::{Buffer, Element};
 pub use group::Group;

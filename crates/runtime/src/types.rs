@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use gradwire_proto::manifest::Declaration;
+use gradwire_proto::session::Next;
 use gradwire_proto::{Collective, DType, Epoch, Fault, FaultKind, Rank, ReduceOp, Step, WireFormat};
 use gradwire_transport::Buffer;
 
@@ -212,6 +213,9 @@ pub struct Commit {
     /// count in place of those that were handed out. Always empty with [`Recovery::Fail`](crate::Recovery::Fail) and
     /// [`Recovery::Abort`](crate::Recovery::Abort).
     pub replaced: Vec<Replaced>,
+    /// What comes next. Whoever ends does so with the same step: see [`Group::request_stop`](crate::Group::request_stop)
+    /// and [`Builder::stop_on_sigterm`](crate::Builder::stop_on_sigterm), without which it is [`Next::GoOn`] always.
+    pub next: Next,
 }
 
 /// A result that replaces one which was handed out before.

@@ -2,7 +2,7 @@
 
 use alloc::format;
 
-use super::state::Outgoing;
+use super::state::{Outgoing, PeerState};
 use super::{Event, Recovery, Session};
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, TensorId};
@@ -57,6 +57,7 @@ impl Session {
             let Some(tensor) = self.active.get(at).copied() else { break };
             self.check_departed(tensor);
         }
+        self.check_departed_commit();
         if let Some(round) = &self.declaring {
             let gone = self.others().find(|peer| self.peers[peer.index()].left && self.is_behind(round, *peer));
             if let Some(rank) = gone.filter(|_| self.config.recovery == Recovery::Fail) {
@@ -66,24 +67,34 @@ impl Session {
         }
     }
 
+    /// Fails a commit that waits for a rank which has left, where nobody goes on without it.
+    pub(super) fn check_departed_commit(&mut self) {
+        let absent = |peer: &PeerState| peer.left && peer.has_all_of <= self.commits;
+        let gone = self.others().find(|peer| absent(&self.peers[peer.index()]));
+        if let Some(rank) = gone.filter(|_| self.committing.is_some() && self.config.recovery == Recovery::Fail) {
+            let detail = format!(
+                "{rank} left the job and did not commit this step: every rank must run the same number of steps"
+            );
+            self.fail(Fault::new(FaultKind::RankLeft, detail).at(rank));
+        }
+    }
+
     /// Fails an operation that needs a rank which has left; asks such a rank for results that it may still have.
     pub(super) fn check_departed(&mut self, tensor: TensorId) {
         for peer in self.others() {
             let state = &self.peers[peer.index()];
-            if !state.left || self.fault.is_some() || self.config.recovery != Recovery::Fail {
+            if !state.left || self.fault.is_some() {
                 continue;
             }
             let down = state.down;
             let plan = self.plan.tensor(tensor);
             let (bucket, step) = (plan.bucket, self.tensors[tensor.index()].step);
-            if self.lacks_contribution(tensor, peer) {
+            let absent = self.lacks_contribution(tensor, peer);
+            let lacking = self.plan.bucket(bucket).distributes() && !self.has_all_of(tensor, peer);
+            if !down && !absent && lacking {
+                self.say(Outgoing::Nack { peer, bucket, tensor, step, results: true });
+            } else if (absent || lacking) && self.config.recovery == Recovery::Fail {
                 self.fail_departed(tensor, peer);
-            } else if self.plan.bucket(bucket).distributes() && !self.has_all_of(tensor, peer) {
-                if down {
-                    self.fail_departed(tensor, peer);
-                } else {
-                    self.say(Outgoing::Nack { peer, bucket, tensor, step, results: true });
-                }
             }
         }
     }
@@ -123,11 +134,14 @@ impl Session {
             if !self.peers[peer.index()].owes_goodbye_ack {
                 continue;
             }
+            // Where the others go on without it, an operation in which it took no part waits for an epoch, not for it.
+            let aside = self.config.recovery != Recovery::Fail;
+            let stood_aside = aside && self.peers[peer.index()].stood_aside;
             let needed = self.active.iter().any(|tensor| {
                 let distributes = self.plan.bucket(self.plan.tensor(*tensor).bucket).distributes();
-                distributes && !self.has_all_of(*tensor, peer)
+                distributes && !self.has_all_of(*tensor, peer) && !(aside && self.lacks_contribution(*tensor, peer))
             });
-            if !needed {
+            if !needed || stood_aside {
                 self.peers[peer.index()].owes_goodbye_ack = false;
                 self.say(Outgoing::GoodbyeAck(peer));
             }

@@ -24,12 +24,12 @@ use core::mem;
 
 use super::state::{Outgoing, PeerState, Sync};
 use super::transmit::Body;
-use super::{Event, Recovery, Session, at_first, name_ranks};
+use super::{Event, Next, Recovery, Session, Wish, at_first, name_ranks};
 use crate::bits::Bits;
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::frame::{FLAG_HAS_ALL, FLAG_NEWCOMER, FLAG_STUCK, FrameHeader, Location};
-use crate::ids::{Epoch, Rank, Step, TensorId};
+use crate::ids::{BucketId, Epoch, Rank, Step, TensorId, UnitIndex};
 use crate::limits::MESSAGE_BODY_BYTES_MAX;
 use crate::plan::Plan;
 use crate::wire::Reader;
@@ -47,6 +47,7 @@ const ABORTED: &str =
 #[derive(Debug)]
 pub(super) struct Committing {
     pub(super) deadline: u64,
+    pub(super) wish: Wish,
     /// The peers were told that this rank has all results.
     said: bool,
 }
@@ -74,9 +75,13 @@ impl Session {
             return Err(Fault::new(FaultKind::TensorBusy, "the step is being committed by another thread"));
         }
         let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
-        self.committing = Some(Committing { deadline, said: false });
+        self.committing = Some(Committing { deadline, wish: self.wish, said: false });
         self.say_has_all();
-        Ok(())
+        self.check_departed_commit();
+        match &self.fault {
+            Some(fault) => Err(fault.clone()),
+            None => Ok(()),
+        }
     }
 
     /// How many steps are final.
@@ -92,8 +97,9 @@ impl Session {
         }
         let Some(committing) = self.committing.as_mut().filter(|committing| !committing.said) else { return };
         committing.said = true;
+        let wish = committing.wish;
         for peer in self.others() {
-            self.outgoing.push_back(Outgoing::HasAll { peer, commits: self.commits });
+            self.outgoing.push_back(Outgoing::HasAll { peer, commits: self.commits, wish });
         }
         self.check_committed();
     }
@@ -103,8 +109,10 @@ impl Session {
         if header.step.0 > self.commits + 1 {
             return Err(Fault::violation(peer, "word that it has all of a step that cannot have begun"));
         }
+        let wish = Wish::decode(header.unit_count, peer)?;
         let state = &mut self.peers[peer.index()];
         state.has_all_of = state.has_all_of.max(header.step.0 + 1);
+        state.wishes[header.step.0 as usize % 2] = wish;
         self.check_committed();
         Ok(())
     }
@@ -112,7 +120,7 @@ impl Session {
     fn check_committed(&mut self) {
         let said = self.committing.as_ref().is_some_and(|committing| committing.said);
         if said && !self.syncing && self.others().all(|peer| self.peers[peer.index()].has_all_of > self.commits) {
-            self.committing = None;
+            self.conclude(self.outcome_said());
             self.pass();
             self.events.push_back(Event::Committed { commits: self.commits });
         }
@@ -191,7 +199,7 @@ impl Session {
             peer.manifest.clear();
             peer.landings.clear();
             (peer.manifest_len, peer.has_all_of, peer.corrupt_streak) = (None, 0, 0);
-            (peer.open, peer.lost) = (false, false);
+            (peer.open, peer.lost, peer.wishes) = (false, false, [Wish::GoOn; 2]);
         }
         self.outgoing.clear();
         self.work.clear();
@@ -239,11 +247,14 @@ impl Session {
         let empties: Vec<(TensorId, Step)> =
             touched.clone().filter(is_empty).map(|tensor| (*tensor, self.tensors[tensor.index()].step)).collect();
         let stuck = touched.clone().any(|tensor| self.is_stuck(*tensor)) || empties.len() > EMPTIES_MAX;
+        let committing = self.committing.as_ref().filter(|_| self.active.is_empty());
         self.own_sync = Some(Sync {
             epoch: self.config.epoch,
             commits: self.commits,
             rounds: self.rounds,
-            has_all: self.committing.is_some() && self.active.is_empty(),
+            has_all: committing.is_some(),
+            wish: committing.map_or(Wish::GoOn, |committing| committing.wish),
+            outcome: self.outcome,
             stuck,
             newcomer: self.newcomer.is_some(),
             landing: Location::default(),
@@ -292,6 +303,8 @@ impl Session {
             commits: header.step.0,
             rounds: header.unit_count,
             has_all: header.flags & FLAG_HAS_ALL != 0,
+            wish: Wish::decode(header.bucket.0, peer)?,
+            outcome: Next::decode(header.unit_first.0, peer)?,
             stuck: header.flags & FLAG_STUCK != 0,
             newcomer: header.flags & FLAG_NEWCOMER != 0,
             landing: header.location,
@@ -344,7 +357,8 @@ impl Session {
             self.rounds_taken = self.rounds;
         }
         if own.commits < commits || syncs.iter().all(|sync| sync.commits == commits && sync.has_all) {
-            self.committing = None;
+            let ahead = syncs.iter().find(|sync| sync.commits > own.commits).map(|sync| sync.outcome);
+            self.conclude(ahead.unwrap_or_else(|| self.outcome(syncs.iter().map(|sync| sync.wish))));
             self.pass();
             self.events.push_back(Event::Committed { commits: self.commits });
         }
@@ -440,60 +454,12 @@ impl Session {
             state.expect((unit - state.owned.start) as usize, step);
         }
     }
-
-    /// Something came from this peer.
-    pub fn heard(&mut self, peer: Rank, now: u64) {
-        if let Some(state) = self.peers.get_mut(peer.index()) {
-            state.heard_at = now;
-        }
-    }
-
-    pub(super) fn next_heartbeat(&self) -> Option<u64> {
-        (self.config.recovery != Recovery::Fail && self.members().len() > 1).then_some(self.heartbeat_at)
-    }
-
-    /// Tells every peer that this rank is there, and finds those that are silent.
-    pub(super) fn beat(&mut self, now: u64) {
-        let every = self.config.timing.heartbeat_ns;
-        if self.next_heartbeat().is_none_or(|at| now < at) || self.fault.is_some() {
-            return;
-        }
-        // A rank that did not run itself, or begins, has no word on others.
-        let late = now > self.heartbeat_at.saturating_add(every);
-        self.heartbeat_at = now.saturating_add(every);
-        for peer in self.others() {
-            let state = &mut self.peers[peer.index()];
-            if state.down {
-                continue;
-            }
-            if late {
-                state.heard_at = now;
-            }
-            let silent = now.saturating_sub(state.heard_at);
-            if silent > self.config.timing.silence_ns && !state.left {
-                let detail = format!(
-                    "nothing came from {peer} for {} ms: it is stopped, overloaded or cut off",
-                    silent / 1_000_000
-                );
-                self.lose(peer, Fault::new(FaultKind::RankDied, detail).at(peer));
-            }
-            self.say(Outgoing::Heartbeat(peer));
-        }
-    }
-
-    /// Reports the loss of a peer, once.
-    pub(super) fn lose(&mut self, peer: Rank, fault: Fault) {
-        let state = &mut self.peers[peer.index()];
-        if !state.lost && !state.removed {
-            state.lost = true;
-            self.events.push_back(Event::Lost { peer, fault });
-        }
-    }
 }
 
 /// Writes a Sync into a message.
 pub(super) fn write_sync(sync: &Sync, landing: Location, header: &mut FrameHeader, body: &mut Body) {
     header.step = Step(sync.commits);
+    (header.bucket, header.unit_first) = (BucketId(sync.wish as u32), UnitIndex(sync.outcome as u32));
     header.unit_count = sync.rounds;
     header.location = landing;
     let flags = [(sync.has_all, FLAG_HAS_ALL), (sync.stuck, FLAG_STUCK), (sync.newcomer, FLAG_NEWCOMER)];

@@ -53,6 +53,8 @@ struct Node {
     committing: bool,
     /// By step: the origins of its results when it was committed.
     committed: Vec<Vec<Origin>>,
+    /// And what all made of their wishes.
+    outcomes: Vec<Next>,
     aborted: u64,
     again: u64,
     fault: Option<Fault>,
@@ -83,6 +85,7 @@ impl Node {
             posted: false,
             committing: false,
             committed: Vec::new(),
+            outcomes: Vec::new(),
             aborted: 0,
             again: 0,
             fault: None,
@@ -230,6 +233,7 @@ impl World {
                     let origins = results.iter().enumerate().filter(|(unit, _)| !is_empty(*unit));
                     let origins: Vec<Origin> = origins.filter_map(|(_, origin)| origin.clone()).collect();
                     node.committed.push(origins);
+                    node.outcomes.push(node.session.outcome);
                     (node.posted, node.committing) = (false, false);
                 }
                 Event::Synced => {
@@ -237,7 +241,8 @@ impl World {
                     node.first.get_or_insert(node.session.commits());
                 }
                 Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
-                Event::Farewell | Event::Spoilt { .. } => unreachable!("{event:?}"),
+                Event::Farewell => {}
+                Event::Spoilt { .. } => unreachable!("{event:?}"),
             }
         }
         moved
@@ -245,7 +250,7 @@ impl World {
 
     /// What the trainer of this rank does next, if it can do something.
     fn train(&mut self, rank: usize) -> usize {
-        let tensors = self.tensors;
+        let (tensors, wish) = (self.tensors, self.random(24));
         let node = &mut self.nodes[rank];
         if node.state != State::Runs || node.fault.is_some() || node.commits().is_none_or(|commits| commits == STEPS) {
             return 0;
@@ -259,6 +264,8 @@ impl World {
             return 1;
         }
         if node.waits_for.is_empty() && !node.committing {
+            let wishes = [Wish::LeaveSoon, Wish::Leave, Wish::End];
+            node.session.set_wish(wishes.get(wish).copied().unwrap_or_default().max(node.session.wish));
             // What was done may be begun again by an epoch that the trainer has not heard of.
             if node.session.begin_commit(self.now, None).is_ok() {
                 node.committing = true;
@@ -396,6 +403,7 @@ impl World {
     fn check(&self) {
         let (_, members) = self.view();
         let mut agreed: Vec<Option<&Origin>> = vec![None; STEPS as usize];
+        let mut ended: Vec<Option<Next>> = vec![None; STEPS as usize];
         // Where only newcomers are left that nobody told where the job is, it has failed; whoever has not noticed loses those
         // that have.
         let orphans = members.iter().all(|member| self.nodes[member.index()].first.is_none());
@@ -409,6 +417,11 @@ impl World {
             assert_eq!(node.fault, None, "rank {rank}");
             if members.contains(&Rank(rank as u32)) {
                 assert_eq!(node.commits(), Some(STEPS), "rank {rank} is not through");
+                // Of those that are left: what one that is lost took with it, nobody need know.
+                for (step, outcome) in (node.first.unwrap_or_default() as usize..).zip(&node.outcomes) {
+                    let agreed = *ended[step].get_or_insert(*outcome);
+                    assert_eq!(*outcome, agreed, "rank {rank} ends step {step} otherwise than others");
+                }
             }
             for (step, origins) in (node.first.unwrap_or_default() as usize..).zip(&node.committed) {
                 let Some(one) = origins.first() else { continue };

@@ -285,7 +285,7 @@ impl Session {
             return Ok(());
         }
         match header.kind {
-            FrameKind::Heartbeat => Ok(()),
+            FrameKind::Heartbeat => self.handle_heartbeat(peer, header),
             FrameKind::Sync => self.handle_sync(peer, header, body, now),
             FrameKind::Synced => self.handle_synced(peer),
             FrameKind::Steps => self.handle_steps(peer, header, body, now),
@@ -294,6 +294,7 @@ impl Session {
             FrameKind::Nack => self.handle_nack(peer, header, body),
             FrameKind::Waiting => self.handle_waiting(peer, header, body, now),
             FrameKind::Abort => self.handle_abort(peer, body),
+            FrameKind::Goodbye if !body.is_empty() => self.handle_resignation(peer, body),
             FrameKind::Goodbye => {
                 self.peers[peer.index()].left = true;
                 self.peers[peer.index()].owes_goodbye_ack = true;
@@ -428,6 +429,9 @@ impl Session {
         let gone = state.blamed.get(peer.index()) && self.peers[peer.index()].left;
         if gone && self.config.recovery == Recovery::Fail {
             self.fail_departed(tensor, peer);
+        } else if gone {
+            self.peers[peer.index()].stood_aside = true;
+            self.answer_goodbyes();
         }
         Ok(())
     }

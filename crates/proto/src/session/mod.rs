@@ -20,9 +20,11 @@
 
 mod declare;
 mod departure;
+mod ending;
 mod epoch;
 mod frames;
 mod newcomer;
+mod presence;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -44,6 +46,7 @@ use crate::ids::{BucketId, Rank, Step, TensorId, UnitIndex};
 use crate::manifest::Declaration;
 use crate::plan::Plan;
 
+pub use ending::{Next, Wish};
 pub use frames::Admission;
 use state::{BucketState, Outgoing, PeerState, Sync, TensorState};
 pub use transmit::MessageBytes;
@@ -78,6 +81,11 @@ pub struct Session {
     /// Steps that are final.
     commits: u64,
     committing: Option<epoch::Committing>,
+    /// What this rank wants when its next step ends.
+    wish: Wish,
+    /// What all made of the last step that is final, and what that means for this rank.
+    outcome: Next,
+    next: Next,
     /// An epoch was entered, and it is not known yet what becomes of the step.
     syncing: bool,
     /// The step was given up here: nothing is exchanged until the next epoch.
@@ -88,7 +96,9 @@ pub struct Session {
     own_sync: Option<Sync>,
     /// What was agreed on, by declaration round: those that are over, and the one in progress if it is laid out.
     declared: Vec<Vec<Declaration>>,
+    /// When peers are told next that this rank is there, and when the first of them has been silent for too long.
     heartbeat_at: u64,
+    silence_at: u64,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -121,12 +131,16 @@ impl Session {
             rounds_taken: 0,
             commits: 0,
             committing: None,
+            wish: Wish::GoOn,
+            outcome: Next::GoOn,
+            next: Next::GoOn,
             syncing: false,
             suspended: false,
             newcomer: None,
             own_sync: None,
             declared: Vec::new(),
             heartbeat_at: 0,
+            silence_at: u64::MAX,
             somebody_left: false,
             leaving: false,
             farewell: false,
@@ -425,6 +439,11 @@ impl Session {
     /// Fails the job: every operation ends with `fault`, here and (each peer is told) everywhere. Only the first
     /// fault counts.
     pub fn fail(&mut self, fault: Fault) {
+        self.end(fault, Outgoing::Abort);
+    }
+
+    /// Every operation ends with this fault, and each peer gets the word.
+    fn end(&mut self, fault: Fault, word: fn(Rank) -> Outgoing) {
         if self.fault.is_some() {
             return;
         }
@@ -438,7 +457,7 @@ impl Session {
         if fault.kind != FaultKind::Removed && self.newcomer.is_none() {
             for peer in self.others() {
                 if self.peers[peer.index()].reachable() {
-                    self.outgoing.push_back(Outgoing::Abort(peer));
+                    self.outgoing.push_back(word(peer));
                 }
             }
         }

@@ -5,6 +5,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
 
+use super::ending::{Next, Wish};
 use super::types::Rejected;
 use crate::bits::Bits;
 use crate::frame::Location;
@@ -257,6 +258,8 @@ impl BucketState {
 pub(super) struct PeerState {
     /// It said goodbye.
     pub(super) left: bool,
+    /// It said, of a step that has begun here, that it takes no part in it.
+    pub(super) stood_aside: bool,
     /// Its link is gone.
     pub(super) down: bool,
     /// It needs nothing more from this rank, which said goodbye.
@@ -276,12 +279,16 @@ pub(super) struct PeerState {
     pub(super) removed: bool,
     /// How many steps it has all results of, as far as it said so in this epoch.
     pub(super) has_all_of: u64,
+    /// What it wanted when it said so: of steps after an even and an odd number of commits. It is one step ahead at most.
+    pub(super) wishes: [Wish; 2],
     /// How far it was when it entered an epoch: the latest that it said.
     pub(super) sync: Option<Sync>,
     /// It may be sent data and messages: it said that it knows what becomes of the step.
     pub(super) open: bool,
     /// When something last came from it.
     pub(super) heard_at: u64,
+    /// How long it is silent at most, as it said.
+    pub(super) beats_within_ns: u64,
     /// Its loss was reported.
     pub(super) lost: bool,
 }
@@ -295,6 +302,9 @@ pub(super) struct Sync {
     pub(super) rounds: u32,
     /// It is committing the step after those, and has all results.
     pub(super) has_all: bool,
+    /// What it wants when that step ends, and what came of the last that is final.
+    pub(super) wish: Wish,
+    pub(super) outcome: Next,
     /// It cannot do its part of that step again.
     pub(super) stuck: bool,
     /// This is its first epoch: it has no part in what the others were at.
@@ -310,6 +320,11 @@ impl PeerState {
         !self.down
     }
 
+    /// What it wants when the step after so many commits ends, as far as it said so.
+    pub(super) const fn wish_at(&self, commits: u64) -> Wish {
+        self.wishes[commits as usize % 2]
+    }
+
     pub(super) fn has_manifest(&self) -> bool {
         self.manifest_len.is_some_and(|length| length as usize == self.manifest.len())
     }
@@ -319,19 +334,59 @@ impl PeerState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outgoing {
     Abort(Rank),
-    Ack { peer: Rank, tensor: TensorId, step: Step },
-    Nack { peer: Rank, bucket: BucketId, tensor: TensorId, step: Step, results: bool },
-    NackRun { peer: Rank, bucket: BucketId, unit_first: UnitIndex, unit_count: u32, step: Step, results: bool },
-    Waiting { peer: Rank, tensor: TensorId, step: Step },
-    Manifest { peer: Rank, offset: u32 },
-    Ready { peer: Rank, round: u32, landing: Location },
+    Ack {
+        peer: Rank,
+        tensor: TensorId,
+        step: Step,
+    },
+    Nack {
+        peer: Rank,
+        bucket: BucketId,
+        tensor: TensorId,
+        step: Step,
+        results: bool,
+    },
+    NackRun {
+        peer: Rank,
+        bucket: BucketId,
+        unit_first: UnitIndex,
+        unit_count: u32,
+        step: Step,
+        results: bool,
+    },
+    Waiting {
+        peer: Rank,
+        tensor: TensorId,
+        step: Step,
+    },
+    Manifest {
+        peer: Rank,
+        offset: u32,
+    },
+    Ready {
+        peer: Rank,
+        round: u32,
+        landing: Location,
+    },
     Goodbye(Rank),
     GoodbyeAck(Rank),
     Heartbeat(Rank),
-    HasAll { peer: Rank, commits: u64 },
-    Sync { peer: Rank, landing: Location },
+    /// A goodbye that says why.
+    Resignation(Rank),
+    HasAll {
+        peer: Rank,
+        commits: u64,
+        wish: Wish,
+    },
+    Sync {
+        peer: Rank,
+        landing: Location,
+    },
     Synced(Rank),
-    Steps { peer: Rank, offset: u32 },
+    Steps {
+        peer: Rank,
+        offset: u32,
+    },
 }
 
 impl Outgoing {
@@ -341,6 +396,7 @@ impl Outgoing {
             | Self::Goodbye(peer)
             | Self::GoodbyeAck(peer)
             | Self::Heartbeat(peer)
+            | Self::Resignation(peer)
             | Self::Synced(peer) => *peer,
             Self::Ack { peer, .. }
             | Self::Nack { peer, .. }

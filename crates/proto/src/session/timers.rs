@@ -26,7 +26,7 @@ impl Session {
         });
         let declaring = self.declaring.as_ref().map(|round| round.deadline);
         let committing = self.committing.as_ref().map(|committing| committing.deadline);
-        operations.chain(held).chain(declaring).chain(committing).chain(self.next_heartbeat()).min()
+        operations.chain(held).chain(declaring).chain(committing).chain(self.next_beat()).min()
     }
 
     /// Time has passed: fails what is past its deadline, and asks again for what is overdue.

@@ -66,6 +66,7 @@ impl Session {
         let always = matches!(
             message,
             Outgoing::Abort(_)
+                | Outgoing::Resignation(_)
                 | Outgoing::Heartbeat(_)
                 | Outgoing::Sync { .. }
                 | Outgoing::Synced(_)
@@ -85,7 +86,7 @@ impl Session {
             Outgoing::Waiting { .. } => FrameKind::Waiting,
             Outgoing::Manifest { .. } => FrameKind::Manifest,
             Outgoing::Ready { .. } => FrameKind::Ready,
-            Outgoing::Goodbye(_) => FrameKind::Goodbye,
+            Outgoing::Goodbye(_) | Outgoing::Resignation(_) => FrameKind::Goodbye,
             Outgoing::GoodbyeAck(_) => FrameKind::GoodbyeAck,
             Outgoing::Heartbeat(_) => FrameKind::Heartbeat,
             Outgoing::HasAll { .. } => FrameKind::HasAll,
@@ -95,14 +96,18 @@ impl Session {
         };
         let mut header = FrameHeader::new(kind, self.config.epoch);
         match message {
-            Outgoing::Goodbye(_) | Outgoing::GoodbyeAck(_) | Outgoing::Heartbeat(_) | Outgoing::Synced(_) => {}
-            Outgoing::HasAll { commits, .. } => header.step = Step(*commits),
+            Outgoing::Goodbye(_) | Outgoing::GoodbyeAck(_) | Outgoing::Synced(_) => {}
+            Outgoing::Heartbeat(_) => header.unit_count = self.beats_within_ms(),
+            Outgoing::HasAll { commits, wish, .. } => {
+                header.step = Step(*commits);
+                header.unit_count = *wish as u32;
+            }
             Outgoing::Steps { offset, .. } => self.write_steps(*offset, &mut header, &mut body),
             Outgoing::Sync { landing, .. } => {
                 let Some(sync) = &self.own_sync else { return false };
                 write_sync(sync, *landing, &mut header, &mut body);
             }
-            Outgoing::Abort(_) => self.write_fault(&mut body),
+            Outgoing::Abort(_) | Outgoing::Resignation(_) => self.write_fault(&mut body),
             Outgoing::Ack { tensor, step, .. } => self.name_tensor(&mut header, *tensor, *step),
             Outgoing::Waiting { tensor, step, .. } => {
                 self.name_tensor(&mut header, *tensor, *step);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use gradwire_control::{ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy};
 use gradwire_proto::frame::JobTag;
 use gradwire_proto::hello::HelloParams;
-use gradwire_proto::limits::STEPS_MAX;
+use gradwire_proto::limits::{HEARTBEAT_MS_MAX, SILENCE_HEARTBEATS_MIN, STEPS_MAX};
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::membership::{Member, RecordId, View};
 use gradwire_proto::session::{Recovery, SessionConfig, Timing};
@@ -19,12 +19,13 @@ use gradwire_transport::establish::{Door, ListenConfig, Listeners};
 use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember};
 use rustix::process::{Resource, Rlimit};
 
-use super::Builder;
+use super::{Builder, SILENCE_DEFAULT};
 use crate::driver::Driver;
 use crate::durable::SaveIdentity;
 use crate::engine::{Engine, EngineConfig};
 use crate::env::{Guard, Place};
 use crate::group::{Group, GroupParts, Identity};
+use crate::notice::NoticeWatch;
 use crate::retained::Retained;
 use crate::transfer::{DoorKeeper, Holder};
 use crate::types::TransportChoice;
@@ -76,10 +77,12 @@ impl Builder {
     /// Finds the place, and joins the control plane.
     pub(super) fn start(&mut self) -> Result<Start, Fault> {
         self.deadline = self.deadline.min(DEADLINE_MAX);
+        self.silence = self.silence.min(DEADLINE_MAX);
         if self.first_step.0 >= STEPS_MAX / 2 {
             let detail = format!("the first step is {}, but must be below {}", self.first_step.0, STEPS_MAX / 2);
             return Err(Fault::new(FaultKind::InvalidArgument, detail));
         }
+        self.check_presence()?;
         let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
         let deadline = Instant::now() + self.deadline;
         raise_descriptor_limit();
@@ -159,7 +162,7 @@ impl Builder {
             epoch: view.epoch,
             job: hello.job,
             first_step: self.first_step,
-            timing: Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() },
+            timing: self.timing(),
             copies: self.retain_steps > 0 && control.is_some(),
             // A rank on its own has nobody to lose.
             recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
@@ -175,6 +178,42 @@ impl Builder {
             door: (self.recovery != Recovery::Fail).then_some((door, hello)),
         };
         self.assemble(config, parts)
+    }
+
+    fn timing(&self) -> Timing {
+        Timing {
+            deadline_ns: self.deadline.as_nanos() as u64,
+            heartbeat_ns: self.heartbeat.as_nanos() as u64,
+            silence_ns: self.silence.as_nanos() as u64,
+            ..Timing::default()
+        }
+    }
+
+    /// Whether what is said of heartbeats and silence fits together.
+    fn check_presence(&self) -> Result<(), Fault> {
+        let (heartbeat, silence) = (self.heartbeat.as_millis(), self.silence.as_millis());
+        let wrong = |detail: String| Err(Fault::new(FaultKind::InvalidArgument, detail));
+        if !(1..=u128::from(HEARTBEAT_MS_MAX)).contains(&heartbeat) {
+            return wrong(format!(
+                "a heartbeat every {heartbeat} ms (GRADWIRE_HEARTBEAT_MS): 1 to {HEARTBEAT_MS_MAX} ms are possible"
+            ));
+        }
+        if silence < heartbeat * u128::from(SILENCE_HEARTBEATS_MIN) {
+            return wrong(format!(
+                "a silence limit of {silence} ms (GRADWIRE_SILENCE_MS) and a heartbeat every {heartbeat} ms \
+                 (GRADWIRE_HEARTBEAT_MS): the limit has to be at least {SILENCE_HEARTBEATS_MIN} heartbeats, or ranks are \
+                 lost that are only late"
+            ));
+        }
+        let raised = self.silence > SILENCE_DEFAULT;
+        if raised && self.recovery != Recovery::Fail && self.silence >= self.deadline {
+            return wrong(format!(
+                "a silence limit of {silence} ms (GRADWIRE_SILENCE_MS) and a deadline of {} ms (GRADWIRE_DEADLINE_MS): the \
+                 job would fail before a silent rank is lost",
+                self.deadline.as_millis()
+            ));
+        }
+        Ok(())
     }
 
     pub(super) fn save_identity(&self, place: &Place) -> SaveIdentity {
@@ -220,6 +259,7 @@ impl Builder {
             deadline: self.deadline,
             first_step: self.first_step,
             recovery: config.recovery,
+            agrees: config.recovery != Recovery::Fail || self.stop_on_sigterm || config.world_size == 1,
         };
         let retained = config.copies.then(|| Arc::new(Retained::new(self.retain_steps)));
         if let (Some(control), Some(retained)) = (&control, &retained) {
@@ -250,7 +290,8 @@ impl Builder {
             DoorKeeper::start(door, hello, holder, arrived).inspect(|keeper| driver.open_door(keeper.bell()))
         };
         let door = door.zip(holder).map(keep).transpose()?;
-        let parts = GroupParts { control, guard, saves, door, joins };
+        let notice = self.stop_on_sigterm.then(NoticeWatch::start).transpose()?;
+        let parts = GroupParts { control, guard, saves, door, joins, notice };
         Group::new(identity, driver, thread, parts)
     }
 
@@ -263,14 +304,13 @@ impl Builder {
         transport: Box<dyn Transport>,
         control: Option<Arc<ControlPlane>>,
     ) -> Result<Group, Fault> {
-        let timing = Timing { deadline_ns: self.deadline.as_nanos() as u64, ..Timing::default() };
         let config = SessionConfig {
             rank: gradwire_proto::Rank(rank),
             world_size,
             epoch: Epoch(1),
             job: JobTag([7; 16]),
             first_step: self.first_step,
-            timing,
+            timing: self.timing(),
             copies: self.retain_steps > 0 && control.is_some(),
             recovery: self.recovery,
         };

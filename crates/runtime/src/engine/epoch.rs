@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::membership::{RecordId, View};
-use gradwire_proto::session::{Recovery, Rejected};
+use gradwire_proto::session::{Next, Recovery, Rejected};
 use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
 use gradwire_transport::establish::Arrival;
 use gradwire_transport::{Buffer, Capabilities};
@@ -87,6 +87,7 @@ pub(crate) struct Committed {
     pub(crate) replaced: Vec<(TensorId, Buffer, Outcome)>,
     /// What of peers was rejected since the last time somebody asked.
     pub(crate) rejected: Vec<(Rank, Rejected)>,
+    pub(crate) next: Next,
 }
 
 impl Epochs {
@@ -360,7 +361,8 @@ impl Engine {
             holder.commit(self.session.commits(), made.epoch, &made.contributors);
         }
         let (replaced, rejected) = (mem::take(&mut self.epochs.replaced), self.take_rejected());
-        self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced, rejected }));
+        let next = self.session.next();
+        self.epochs.commit = Commit::Ended(Ok(Committed { made, replaced, rejected, next }));
     }
 
     /// How the last commit ended.

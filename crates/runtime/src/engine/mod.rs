@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use gradwire_proto::frame::{FrameHeader, JobTag};
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::membership::RecordId;
-use gradwire_proto::session::{Event, Rejected, Session, SessionConfig};
+use gradwire_proto::session::{Event, Rejected, Session, SessionConfig, Wish};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
@@ -226,6 +226,11 @@ impl Engine {
 
     pub(crate) fn fail(&mut self, fault: Fault) {
         self.session.fail(fault);
+    }
+
+    /// This rank is lost to the job.
+    pub(crate) fn resign(&mut self, fault: Fault) {
+        self.session.resign(fault);
     }
 
     pub(crate) fn leave(&mut self) {
@@ -448,6 +453,11 @@ impl Engine {
         self.session.members().iter().all(|peer| *peer == self.rank() || self.transport.is_flushed(*peer))
     }
 
+    /// Whether there is nothing left to say to peers either.
+    pub(crate) fn is_through(&self) -> bool {
+        self.session.backlog() == 0 && self.is_flushed()
+    }
+
     /// The names of the transports in use, in alphabetical order.
     pub(crate) fn transport_names(&self) -> Vec<&'static str> {
         let me = self.rank();
@@ -458,11 +468,17 @@ impl Engine {
         names
     }
 
+    /// What this rank wants when its step ends.
+    pub(crate) const fn set_wish(&mut self, wish: Wish) {
+        self.session.set_wish(wish);
+    }
+
     /// Ends a step, in a job that fails with its first lost rank.
     pub(crate) fn commit(&mut self) -> Committed {
         self.session.commit();
         self.memory.step = self.memory.step.next();
-        Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected() }
+        let next = self.session.next();
+        Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected(), next }
     }
 
     pub(crate) fn epoch(&self) -> Epoch {

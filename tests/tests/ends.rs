@@ -1,0 +1,160 @@
+//! Ends that are agreed on: by SIGTERM to the launcher or to a rank, or because a rank asks for it.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use gradwire::durable::SavedState;
+use gradwire_tests::{Ended, Job, Plan, binary};
+use rustix::process::Signal;
+
+const STEPS: u64 = 10_000;
+
+fn plan(ranks: u32, transport: &str, recovery: &str) -> Plan {
+    Plan::new(ranks, transport).with("GRADWIRE_RECOVERY", recovery).with("GRADWIRE_DEADLINE_MS", 20_000)
+}
+
+fn start(plan: &Plan, arguments: &[&str]) -> Job {
+    Job::start((0..plan.world_size).map(|rank| plan.command_of("e2e-ends", rank, arguments)))
+}
+
+/// `gradwire launch` with three ranks, which pass these deeds on.
+fn launch(arguments: &[&str], deeds: &[&str], variables: &[(&str, &str)]) -> Job {
+    let mut command = Command::new(binary("gradwire"));
+    command.args(["launch", "-n", "3"]).args(arguments).arg("--").arg(binary("e2e-ends"));
+    command.args([&STEPS.to_string(), "2"]).args(deeds).envs(variables.iter().copied());
+    Job::start([command])
+}
+
+/// What the ranks of a launcher said.
+fn ranks(launcher: &Ended) -> Vec<Ended> {
+    let of = |rank: usize| {
+        let prefix = format!("[{rank}] ");
+        launcher.lines.iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
+    };
+    (0..3).map(|rank| Ended { status: launcher.status, lines: of(rank) }).collect()
+}
+
+/// The rank's last step, from the verdict that it ended like this.
+fn last_step(ended: &Ended, how: &str) -> u64 {
+    let rest = ended.verdict().strip_prefix(&format!("ok {how} after ")).unwrap_or_else(|| panic!("{ended:#?}"));
+    rest.split(' ').next().and_then(|steps| steps.parse().ok()).expect("a number of steps")
+}
+
+fn assert_all_ended(ended: &[Ended]) -> u64 {
+    for one in ended {
+        assert_eq!(one.verdict(), ended[0].verdict(), "{ended:#?}");
+    }
+    last_step(&ended[0], "ended")
+}
+
+#[test]
+fn sigterm_to_the_launcher_ends_all_ranks_with_the_same_step_and_a_save() {
+    for arguments in [&["--min-ranks", "2"][..], &["--transport", "tcp"]] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let saves = directory.path().join("saves");
+        let recovery = if arguments[0] == "--min-ranks" { "redo" } else { "fail" };
+        let variables = [("E2E_SAVES", saves.to_str().expect("a path")), ("GRADWIRE_RECOVERY", recovery)];
+        let mut job = launch(arguments, &[], &variables);
+        job.wait_for_line(0, "[1] step 20 ");
+        let told = Instant::now();
+        job.signal(0, Signal::TERM);
+        let ended = job.wait().remove(0);
+        assert!(ended.status.success() && told.elapsed() < Duration::from_secs(15), "{ended:#?}");
+        let steps = assert_all_ended(&ranks(&ended));
+        let saved = SavedState::latest(&saves).expect("a directory").expect("a save");
+        assert_eq!(saved.step().0, steps);
+    }
+}
+
+#[test]
+fn a_rank_that_goes_on_all_the_same_is_killed_when_its_time_is_over() {
+    let mut job = launch(&["--min-ranks", "2", "--grace", "3"], &["1:0:deaf"], &[]);
+    job.wait_for_line(0, "[1] step 20 ");
+    let told = Instant::now();
+    job.signal(0, Signal::TERM);
+    let ended = job.wait().remove(0);
+    let took = told.elapsed();
+    assert!((Duration::from_secs(3)..Duration::from_secs(10)).contains(&took), "{took:?}");
+    assert_eq!(ended.status.code(), Some(143), "{ended:#?}");
+    let ranks = ranks(&ended);
+    assert_eq!(last_step(&ranks[0], "ended"), last_step(&ranks[2], "ended"));
+    assert!(ranks[1].verdict().starts_with("step "), "{ended:#?}");
+}
+
+/// Asserts that this rank left after some step, with which its contributions end, and that the others were not held up.
+fn assert_left(ended: &[Ended], leavers: &[usize], steps: u64) {
+    let left = last_step(&ended[leavers[0]], "left");
+    let mut times = Vec::new();
+    for (rank, one) in ended.iter().enumerate() {
+        if leavers.contains(&rank) {
+            assert!(one.status.success() && last_step(one, "left") == left, "{ended:#?}");
+            continue;
+        }
+        assert!(one.verdict().starts_with(&format!("ok {steps} steps ")), "{ended:#?}");
+        for (step, (by, _)) in one.steps() {
+            let with = leavers.iter().all(|rank| by.split(',').any(|name| name == rank.to_string()));
+            assert_eq!(with, (step as u64) < left, "step {step} by {by}, and rank {leavers:?} left after {left}");
+        }
+        let at = |line: &String| line.strip_prefix("step ")?.rsplit_once(" at ")?.1.parse::<u64>().ok();
+        times = one.lines.iter().filter_map(at).collect();
+    }
+    let longest = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
+    assert!(longest < 1_500_000, "a step took {longest} us: {ended:#?}");
+}
+
+#[test]
+fn a_rank_that_is_given_notice_leaves_with_a_step_and_the_others_go_on() {
+    for transport in ["tcp", "shm"] {
+        for leaver in [0, 2] {
+            let plan = plan(3, transport, "redo");
+            let mut job = start(&plan, &["120", "20"]);
+            job.wait_for_line(0, "step 10 ");
+            job.signal(leaver, Signal::TERM);
+            assert_left(&job.wait(), &[leaver], 120);
+        }
+    }
+}
+
+#[test]
+fn ranks_that_are_given_notice_one_soon_after_the_other_leave_together() {
+    let plan = plan(4, "tcp", "abort");
+    let mut job = start(&plan, &["120", "20"]);
+    job.wait_for_line(0, "step 10 ");
+    job.signal(1, Signal::TERM);
+    std::thread::sleep(Duration::from_millis(100));
+    job.signal(3, Signal::TERM);
+    assert_left(&job.wait(), &[1, 3], 120);
+}
+
+#[test]
+fn a_rank_may_ask_to_leave_or_that_all_end() {
+    let ended = start(&plan(3, "auto", "redo"), &["60", "0", "1:10:leave"]).wait();
+    assert_eq!(last_step(&ended[1], "left"), 11);
+    assert_left(&ended, &[1], 60);
+    for recovery in ["redo", "fail"] {
+        let ended = start(&plan(3, "auto", recovery), &["60", "0", "1:10:stop"]).wait();
+        assert_eq!(assert_all_ended(&ended), 11);
+    }
+}
+
+#[test]
+fn where_nobody_can_go_on_without_a_rank_notice_to_one_ends_all() {
+    let plan = plan(3, "shm", "fail");
+    let mut job = start(&plan, &[&STEPS.to_string(), "2"]);
+    job.wait_for_line(0, "step 20 ");
+    job.signal(2, Signal::TERM);
+    let ended = job.wait();
+    assert!(ended.iter().all(|one| one.status.success()), "{ended:#?}");
+    assert_all_ended(&ended);
+}
+
+#[test]
+fn a_program_that_did_not_ask_for_it_is_ended_by_sigterm() {
+    let plan = plan(2, "auto", "redo").with("E2E_UNASKED", 1);
+    let mut job = start(&plan, &["100", "5"]);
+    job.wait_for_line(0, "step 5 ");
+    job.signal(1, Signal::TERM);
+    let ended = job.wait();
+    assert!(!ended[1].status.success() && ended[1].status.code().is_none(), "{ended:#?}");
+    assert!(ended[0].verdict().starts_with("ok 100 steps"), "{ended:#?}");
+}
