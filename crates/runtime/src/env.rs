@@ -16,15 +16,18 @@
 //! | `GRADWIRE_BROKER_CA` | PEM file with the certificates to trust, for a broker with TLS |
 //! | `GRADWIRE_TENANT` | Pulsar tenant of the job's topics: `public` if not set |
 //! | `GRADWIRE_MODEL_VERSION` | version of the model: its jobs have a namespace of their own, `<job>.<version>` |
-//! | `GRADWIRE_ADDRESS`, `GRADWIRE_INTERFACE` | where this rank is reached by other hosts |
+//! | `GRADWIRE_ADDRESS`, `GRADWIRE_INTERFACE` | where this rank listens, and is reached by other hosts |
+//! | `GRADWIRE_PORT` | the TCP port at which it listens; the nth rank of a host takes the nth from there; any that is free if not set |
+//! | `GRADWIRE_ADVERTISE` | `IP` or `IP:PORT`: where others reach it instead, through a forwarded port or out of a container; ports as above |
 
 mod handover;
+mod ports;
 mod position;
 mod process;
 
 use std::fmt;
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::MetadataExt as _;
 use std::time::{Duration, Instant};
 
@@ -34,6 +37,7 @@ use gradwire_proto::secret::hex;
 use gradwire_proto::{Fault, FaultKind, Rank, Secret};
 
 use handover::{Exchange, Handover, Published};
+use ports::Ports;
 use position::Position;
 use process::ProcessName;
 
@@ -185,6 +189,10 @@ pub struct Place {
     pub address: Option<IpAddr>,
     /// The network interface under whose address they do, if somebody said so.
     pub interface: Option<String>,
+    /// The TCP port at which it listens; 0 for any that is free.
+    pub port: u16,
+    /// Where others reach it if not where it listens; port 0 for the one at which it listens.
+    pub advertise: Option<SocketAddr>,
     /// Has to live as long as this rank takes part.
     pub guard: Guard,
 }
@@ -249,6 +257,7 @@ pub fn discover(variables: Variables<'_>, wait: Duration) -> Result<Place, Fault
     let deadline = Instant::now() + wait;
     let position = Position::find(variables)?;
     let given = Given::read(variables)?;
+    let ports = given.ports.of(position.local_rank)?;
     let settled = given.settle(&position, variables, deadline).map_err(|fault| match fault.rank {
         Some(_) => fault,
         None => fault.at(position.rank),
@@ -267,6 +276,8 @@ pub fn discover(variables: Variables<'_>, wait: Duration) -> Result<Place, Fault
         launcher: position.launcher,
         address: given.address,
         interface: given.interface,
+        port: ports.port,
+        advertise: ports.advertise,
         guard: settled.guard,
     })
 }
@@ -281,6 +292,7 @@ struct Given {
     broker: Option<BrokerAccess>,
     address: Option<IpAddr>,
     interface: Option<String>,
+    ports: Ports,
 }
 
 /// What all ranks agree on.
@@ -320,6 +332,7 @@ impl Given {
             broker,
             address,
             interface: variables("GRADWIRE_INTERFACE"),
+            ports: Ports::read(variables)?,
         })
     }
 

@@ -55,7 +55,7 @@ pub struct BrokerConfig {
 impl BrokerConfig {
     /// The defaults, for a broker that listens at `listen`: 5 MiB per message, 64 MiB per topic, 512 MiB in all; topics
     /// whose names end with `-versions` or `-snapshots` are compacted, and the former drop their oldest when that is
-    /// not enough, as do those that end with `-results`.
+    /// not enough, as do those that end with `-audit` or `-results`.
     #[must_use]
     pub fn new(listen: SocketAddr) -> Self {
         Self {
@@ -72,6 +72,8 @@ impl BrokerConfig {
             policies: vec![
                 TopicPolicy { compact: true, drop_oldest: true, ..TopicPolicy::for_suffix("-versions") },
                 TopicPolicy { compact: true, ..TopicPolicy::for_suffix("-snapshots") },
+                // It grows with every commit: when it is full, what was committed last has to be on record all the same.
+                TopicPolicy { drop_oldest: true, ..TopicPolicy::for_suffix("-audit") },
                 // Results of the federated mode are read as they come, and by nobody's durable subscription.
                 TopicPolicy { drop_oldest: true, ..TopicPolicy::for_suffix("-results") },
             ],

@@ -4,7 +4,7 @@ use alloc::format;
 
 use super::state::{Outgoing, PeerState};
 use super::{Event, Recovery, Session};
-use crate::fault::{Fault, FaultKind};
+use crate::fault::{Fault, FaultKind, Scope};
 use crate::ids::{Rank, TensorId};
 
 impl Session {
@@ -47,6 +47,18 @@ impl Session {
             self.fail(fault);
         } else {
             self.lose(peer, fault);
+        }
+    }
+
+    /// What `peer` sent cannot be, or its link spoils everything (a fault of scope `Link`): nothing more is believed of it.
+    /// Where lost ranks do not fail the job it counts as lost, and the driver ends its link when [`Event::Lost`] says so;
+    /// otherwise, and for all other faults, the job fails.
+    pub fn give_up(&mut self, peer: Rank, fault: Fault) {
+        if self.config.recovery == Recovery::Fail || fault.kind.scope() != Scope::Link {
+            self.fail(fault);
+        } else if self.fault.is_none() {
+            self.peers[peer.index()].given_up = true;
+            self.handle_link_down(peer, fault);
         }
     }
 

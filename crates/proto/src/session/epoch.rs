@@ -62,12 +62,13 @@ impl Session {
     /// Begins to commit the step: [`Event::Committed`] follows when every member has all of its results.
     ///
     /// # Errors
-    /// The latched fault after a failure; `TensorBusy` while operations are in flight or another commit is.
+    /// The latched fault after a failure; `TensorBusy` while operations are in flight or another commit is. Those that are
+    /// done again are no affair of the caller, who has their results: the commit waits for them.
     pub fn begin_commit(&mut self, now: u64, deadline_ns: Option<u64>) -> Result<(), Fault> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
-        if let Some(tensor) = self.active.first() {
+        if let Some(tensor) = self.active.iter().find(|tensor| !self.tensors[tensor.index()].again) {
             let detail = "its operation is in flight: wait for a step's operations before its commit";
             return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(*tensor).name.clone()));
         }
@@ -421,6 +422,7 @@ impl Session {
             if !state.active {
                 state.step = state.base;
                 state.begin(now, timing.deadline_ns, timing.resend_ns);
+                state.again = true;
                 state.active_at = self.active.len();
                 self.active.push(tensor);
                 self.events.push_back(Event::Again { tensor });

@@ -2,7 +2,7 @@
 
 use alloc::format;
 
-use super::state::Outgoing;
+use super::state::{Outgoing, PeerState};
 use super::{Event, Recovery, Session};
 use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
@@ -30,7 +30,8 @@ impl Session {
         if self.fault.is_some() {
             return Ok(Admission::Discard);
         }
-        if header.epoch != self.config.epoch || self.syncing || self.peers[peer.index()].removed {
+        let PeerState { removed, given_up, .. } = self.peers[peer.index()];
+        if header.epoch != self.config.epoch || self.syncing || removed || given_up {
             self.reject_stale(peer);
             return Ok(Admission::Discard);
         }
@@ -181,12 +182,8 @@ impl Session {
                 "{CORRUPT_STREAK_MAX} frames in a row from {peer} did not match their checksums, however often they were sent again: check the network, the memory and the NIC between this rank and that one"
             );
             let tensor = self.plan.unit(header.unit_first).tensor;
-            self.fail(
-                Fault::new(FaultKind::IntegrityExhausted, detail)
-                    .at(peer)
-                    .tensor(self.plan.tensor(tensor).name.clone())
-                    .step(header.step),
-            );
+            let fault = Fault::new(FaultKind::IntegrityExhausted, detail).at(peer);
+            self.give_up(peer, fault.tensor(self.plan.tensor(tensor).name.clone()).step(header.step));
             return;
         }
         if self.config.copies && header.kind == FrameKind::Result && state.corrupt_streak > 1 {
@@ -268,10 +265,14 @@ impl Session {
         if self.fault.is_some() {
             return Ok(());
         }
+        let PeerState { removed, given_up, .. } = self.peers[peer.index()];
+        if given_up {
+            self.reject_stale(peer);
+            return Ok(());
+        }
         if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {
             return Err(Fault::violation(peer, "a message whose body does not match its header"));
         }
-        let removed = self.peers[peer.index()].removed;
         // A peer may enter an epoch before this rank hears of it.
         let early = header.kind == FrameKind::Sync && header.epoch > self.config.epoch;
         // Of a step that was given up nothing counts.

@@ -20,6 +20,8 @@ pub(super) struct TensorState {
     pub(super) base: Step,
     pub(super) since_commit: u32,
     pub(super) active: bool,
+    /// The operation in flight was done before, and is done again.
+    pub(super) again: bool,
     /// Its place in the list of operations in flight.
     pub(super) active_at: usize,
     pub(super) deadline: u64,
@@ -48,6 +50,7 @@ impl TensorState {
             base: step,
             since_commit: 0,
             active: false,
+            again: false,
             active_at: 0,
             deadline: 0,
             progress_at: 0,
@@ -63,7 +66,7 @@ impl TensorState {
     }
 
     pub(super) fn begin(&mut self, now: u64, deadline_ns: u64, resend_ns: u64) {
-        self.active = true;
+        (self.active, self.again) = (true, false);
         self.deadline = now.saturating_add(deadline_ns);
         self.progress(now);
         // Asked for early enough that who is to blame is known when the deadline comes.
@@ -262,6 +265,8 @@ pub(super) struct PeerState {
     pub(super) stood_aside: bool,
     /// Its link is gone.
     pub(super) down: bool,
+    /// It was given up for what it sent: nothing that still comes from it is believed.
+    pub(super) given_up: bool,
     /// It needs nothing more from this rank, which said goodbye.
     pub(super) goodbye_acked: bool,
     /// This rank still owes it the word that it needs nothing more.

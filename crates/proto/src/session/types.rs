@@ -142,7 +142,8 @@ pub enum Event {
     },
     /// Every peer that is still there has everything that it needs from this rank, which said goodbye.
     Farewell,
-    /// A peer is lost: its link ended, or it is silent. Operations that need it wait for an epoch without it.
+    /// A peer is lost: its link ended, it is silent, or it was given up ([`Session::give_up`](super::Session::give_up); the
+    /// fault's scope is `Link` then, and the driver ends the link). Operations that need it wait for an epoch without it.
     Lost {
         /// The peer.
         peer: Rank,

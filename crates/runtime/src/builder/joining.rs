@@ -86,8 +86,12 @@ impl Builder {
         let place = self.place.take().ok_or_else(|| Fault::new(FaultKind::InvalidArgument, "no place in a job"))?;
         let deadline = Instant::now() + self.deadline;
         raise_descriptor_limit();
-        let listeners =
-            Listeners::bind(&ListenConfig { address: place.address, port: 0, interface: place.interface.clone() })?;
+        let listeners = Listeners::bind(&ListenConfig {
+            address: place.address,
+            port: place.port,
+            interface: place.interface.clone(),
+            advertise: place.advertise,
+        })?;
         let alone = place.world_size == 1 && self.recovery == Recovery::Fail;
         let (control, view) = if alone || place.broker.is_none() && place.world_size == 1 {
             let only = Member { rank: place.rank, id: [0; 16], endpoint: listeners.endpoint().clone() };

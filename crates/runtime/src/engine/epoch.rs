@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use gradwire_proto::membership::{RecordId, View};
 use gradwire_proto::session::{Next, Recovery, Rejected};
-use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, UnitIndex};
+use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Scope, Step, TensorId, UnitIndex};
 use gradwire_transport::establish::Arrival;
 use gradwire_transport::{Buffer, Capabilities};
 
-use super::Engine;
+use super::{Engine, Submission};
 use crate::types::Outcome;
 
 /// How long a new member may take to open its link.
@@ -30,6 +30,10 @@ pub(super) struct Epochs {
     /// Results of this step that replace others which callers have.
     pub(super) replaced: Vec<(TensorId, Buffer, Outcome)>,
     commit: Commit,
+    /// The step is final, and what it was made of; some of its results may still have to be handed over.
+    ending: Option<Made>,
+    /// What callers began on tensors whose operations are done again: it begins after that.
+    pub(super) deferred: Vec<Submission>,
     /// Steps that were aborted; and why the last one was.
     pub(super) aborts: Arc<Aborts>,
     aborted: Option<Fault>,
@@ -108,6 +112,7 @@ impl Epochs {
 
     /// The job failed.
     pub(super) fn failed(&mut self, fault: &Fault) {
+        self.ending = None;
         if matches!(self.commit, Commit::Begun) {
             self.commit = Commit::Ended(Err(fault.clone()));
         }
@@ -145,6 +150,14 @@ impl Engine {
         }
     }
 
+    /// A peer is lost. One that was given up learns of it by the end of its link.
+    pub(super) fn lose(&mut self, peer: Rank, fault: Fault) {
+        if fault.kind.scope() == Scope::Link {
+            self.transport.disconnect(peer);
+        }
+        self.epochs.lost.push((peer, fault));
+    }
+
     /// A newcomer opened its link.
     pub(crate) fn arrived(&mut self, arrival: Arrival) {
         self.epochs.arrivals.retain(|other| other.peer != arrival.peer);
@@ -153,6 +166,9 @@ impl Engine {
 
     /// Enters the view that waits, if it is time.
     pub(super) fn try_enter(&mut self) -> bool {
+        if self.epochs.ending.is_some() {
+            return false;
+        }
         let Some((view, since)) = &self.epochs.pending else { return false };
         if view.epoch <= self.session.config().epoch || self.session.fault().is_some() {
             self.epochs.pending = None;
@@ -312,8 +328,19 @@ impl Engine {
         }
     }
 
+    /// Begins what waited for operations that were done again. After an abort or failure it ends with the reason.
+    pub(super) fn submit_deferred(&mut self) {
+        for submission in mem::take(&mut self.epochs.deferred) {
+            self.submit(submission);
+        }
+    }
+
     /// The step begins anew: what was in flight ends with the reason.
     pub(super) fn abort_step(&mut self, fault: &Fault, begun: bool) {
+        if !begun && self.epochs.ending.is_some() {
+            // What is here is of the step before, which is final.
+            return;
+        }
         if begun {
             self.epochs.note_abort(fault.clone());
         }
@@ -347,18 +374,28 @@ impl Engine {
         matches!(self.epochs.commit, Commit::Begun)
     }
 
-    /// The step is final: nothing of it is kept any longer.
-    pub(super) fn end_commit(&mut self) {
+    /// The step is final. What was done again just before is handed over with it.
+    pub(super) fn committed(&mut self) -> usize {
         let made = match self.epochs.before.take() {
             Some(made) => made,
             None => self.made(),
         };
-        for slot in &mut self.slots {
-            slot.retained = None;
-        }
         self.memory.step = self.memory.step.next();
         if let Some(holder) = &self.holder {
             holder.commit(self.session.commits(), made.epoch, &made.contributors);
+        }
+        self.epochs.ending = Some(made);
+        self.finish()
+    }
+
+    /// Ends the commit of a step that is final, once all its results are handed over: nothing of it is kept any longer.
+    pub(super) fn end_commit(&mut self) {
+        if !self.finishing.is_empty() {
+            return;
+        }
+        let Some(made) = self.epochs.ending.take() else { return };
+        for slot in &mut self.slots {
+            slot.retained = None;
         }
         let (replaced, rejected) = (mem::take(&mut self.epochs.replaced), self.take_rejected());
         let next = self.session.next();

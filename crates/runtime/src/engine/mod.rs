@@ -243,6 +243,9 @@ impl Engine {
         if let Some(fault) = self.epochs.unheard(heard) {
             return self.reject(tensor, fault, input, output);
         }
+        if self.slots[tensor.index()].replaces {
+            return self.epochs.deferred.push(Submission { tensor, input, output, deadline, urgent, heard });
+        }
         let (input, output) = match self.result_apart(tensor, input.as_ref()) {
             Ok(None) => (input, output),
             Ok(Some(result)) => (Some(output), result),
@@ -351,6 +354,7 @@ impl Engine {
         moved += self.send_data(now);
         moved += self.take_events();
         moved += self.finish();
+        self.submit_deferred();
         self.free_old();
         moved += usize::from(self.try_enter());
         moved > 0
@@ -375,12 +379,12 @@ impl Engine {
                     self.spoilt.push((peer, header));
                 }
                 Event::Spoilt { .. } => {}
-                Event::Lost { peer, fault } => self.epochs.lost.push((peer, fault)),
+                Event::Lost { peer, fault } => self.lose(peer, fault),
                 Event::Entered => self.lay_out_epoch(),
                 Event::Synced => self.end_sync(),
                 Event::Again { tensor } => self.do_again(tensor),
                 Event::Aborted { fault, begun } => self.abort_step(&fault, begun),
-                Event::Committed { .. } => self.end_commit(),
+                Event::Committed { .. } => moved += self.committed(),
             }
         }
         moved
@@ -392,13 +396,14 @@ impl Engine {
         self.finishing.clear();
         self.spoilt.clear();
         self.epochs.failed(fault);
+        self.slots.iter_mut().for_each(|slot| slot.replaces = false);
         for tensor in (0..self.slots.len() as u32).map(TensorId) {
             self.end(tensor, fault.clone());
         }
     }
 
     /// Hands results over whose buffers nothing reads any more.
-    fn finish(&mut self) -> usize {
+    pub(super) fn finish(&mut self) -> usize {
         let before = self.finishing.len();
         let mut at = 0;
         while let Some((tensor, step, nonfinite)) = self.finishing.get(at).copied() {
@@ -427,7 +432,9 @@ impl Engine {
                 slot.shared.complete(completed);
             }
         }
-        before - self.finishing.len()
+        let after = self.finishing.len();
+        self.end_commit();
+        before - after
     }
 
     /// How long the caller may sleep, if nothing arrives; `None` if there is something to do at once.

@@ -27,12 +27,12 @@ pub(super) struct Receiver<'a> {
 }
 
 impl Receiver<'_> {
-    /// Decodes a header; a bad one fails the job, because nothing that follows on this link can be trusted.
+    /// Decodes a header; after a bad one nothing that follows on this link can be trusted.
     fn header(&mut self, peer: Rank, bytes: &[u8]) -> Option<FrameHeader> {
         match FrameHeader::decode(bytes, self.job) {
             Ok(header) => Some(header),
             Err(malformed) => {
-                self.session.fail(Fault::violation(peer, &format!("a frame with a bad {}", malformed.0)));
+                self.session.give_up(peer, Fault::violation(peer, &format!("a frame with a bad {}", malformed.0)));
                 None
             }
         }
@@ -44,12 +44,12 @@ impl Receiver<'_> {
             Ok(Admission::Accept) => {}
             Ok(Admission::Discard) => return false,
             Err(fault) => {
-                self.session.fail(fault);
+                self.session.give_up(peer, fault);
                 return false;
             }
         }
         if self.expected_target(peer, header) != Some(target) {
-            self.session.fail(Fault::violation(peer, "a write to a place that was not offered for it"));
+            self.session.give_up(peer, Fault::violation(peer, "a write to a place that was not offered for it"));
             return false;
         }
         if bytes != header.payload_len as usize {
@@ -106,7 +106,7 @@ impl Sink for Receiver<'_> {
 
     fn message(&mut self, peer: Rank, message: &[u8]) {
         let Some((head, body)) = message.split_at_checked(FRAME_HEADER_BYTES) else {
-            self.session.fail(Fault::violation(peer, "a message shorter than a header"));
+            self.session.give_up(peer, Fault::violation(peer, "a message shorter than a header"));
             return;
         };
         let Some(header) = self.header(peer, head) else { return };
@@ -117,7 +117,7 @@ impl Sink for Receiver<'_> {
             return;
         }
         if let Err(fault) = self.session.handle_message(peer, &header, body, self.now) {
-            self.session.fail(fault);
+            self.session.give_up(peer, fault);
         }
     }
 
@@ -168,7 +168,7 @@ impl Engine {
         for _ in 0..count {
             let Some((peer, header)) = self.inbox.pop_front() else { break };
             if let Err(fault) = self.take_frame(peer, &header, now) {
-                self.session.fail(fault);
+                self.session.give_up(peer, fault);
             }
         }
         count

@@ -22,7 +22,10 @@ impl Engine {
                 Ok(Some(nonfinite)) => self.session.handle_reduced(work, nonfinite, now),
                 // What becomes of the operation is decided when the loss of the link is reported.
                 Ok(None) => {}
-                Err(fault) => self.session.fail(fault),
+                Err(fault) => match fault.rank {
+                    Some(rank) => self.session.give_up(rank, fault),
+                    None => self.session.fail(fault),
+                },
             }
         }
         moved

@@ -55,17 +55,26 @@ impl Engine {
                     moved += 1;
                 }
                 Ok(Err(Refused::Invalid(what))) => {
-                    self.session
-                        .fail(Fault::violation(transmit.peer, &format!("a place that cannot be written to ({what})")));
+                    let fault = Fault::violation(transmit.peer, &format!("a place that cannot be written to ({what})"));
+                    self.give_up_on(&transmit, fault);
                 }
                 Ok(Err(_)) => {
                     self.session.handle_refused(&transmit);
                     self.session.block(transmit.peer);
                 }
-                Err(fault) => self.session.fail(fault),
+                Err(fault) => self.give_up_on(&transmit, fault),
             }
         }
         moved
+    }
+
+    /// What a peer asked for cannot be sent to it.
+    fn give_up_on(&mut self, transmit: &Transmit, fault: Fault) {
+        self.session.give_up(transmit.peer, fault);
+        if self.session.fault().is_none() {
+            self.session.handle_refused(transmit);
+            self.session.block(transmit.peer);
+        }
     }
 
     fn send_frame(&mut self, transmit: &Transmit) -> Result<Result<(), Refused>, Fault> {

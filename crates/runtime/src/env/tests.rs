@@ -177,6 +177,9 @@ fn bad_settings_are_named_and_a_secret_is_never_repeated() {
         ("GRADWIRE_BROKER", "pulsar://"),
         ("GRADWIRE_JOB", "a/b"),
         ("GRADWIRE_ADDRESS", "eth0"),
+        ("GRADWIRE_PORT", "0"),
+        ("GRADWIRE_ADVERTISE", "host:7000"),
+        ("GRADWIRE_ADVERTISE", "0.0.0.0"),
     ] {
         let pairs: Vec<_> = base.into_iter().chain([(name, value)]).collect();
         let fault = place(&pairs).unwrap_err();
@@ -184,6 +187,30 @@ fn bad_settings_are_named_and_a_secret_is_never_repeated() {
         assert!(fault.detail.contains(name) || name == "GRADWIRE_JOB", "{fault}");
         assert!(!fault.detail.contains(typo), "{fault}");
     }
+}
+
+#[test]
+fn ranks_of_one_host_have_ports_one_after_the_other() {
+    let rank = |port: &str, advertise: &str| {
+        let given = [
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "2"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("GRADWIRE_SECRET", SECRET),
+            ("GRADWIRE_BROKER", "pulsar://h:1"),
+            ("GRADWIRE_PORT", port),
+            ("GRADWIRE_ADVERTISE", advertise),
+        ];
+        let given: Vec<_> = given.into_iter().filter(|(_, value)| !value.is_empty()).collect();
+        place(&given).map(|place| (place.port, place.advertise.map(|address| address.to_string())))
+    };
+    assert_eq!(rank("", "").unwrap(), (0, None));
+    assert_eq!(rank("7000", "").unwrap(), (7002, None));
+    assert_eq!(rank("7000", "203.0.113.5").unwrap(), (7002, Some("203.0.113.5:0".to_owned())));
+    assert_eq!(rank("7000", "203.0.113.5:9000").unwrap(), (7002, Some("203.0.113.5:9002".to_owned())));
+    assert_eq!(rank("", "[2001:db8::1]:9000").unwrap().1, Some("[2001:db8::1]:9002".to_owned()));
+    assert_eq!(rank("65534", "").unwrap_err().kind, FaultKind::InvalidArgument);
 }
 
 #[test]

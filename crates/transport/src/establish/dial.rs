@@ -248,7 +248,7 @@ impl Dial {
         let peer = self.peer;
         Fault::new(
             FaultKind::AddressUnreachable,
-            format!("{peer} cannot be reached: {tried}. If it still runs, set GRADWIRE_ADDRESS on its host to an address that is reachable from here, or GRADWIRE_INTERFACE to the network interface to use"),
+            format!("{peer} cannot be reached: {tried}. If it still runs, set GRADWIRE_ADDRESS on its host to an address that is reachable from here, GRADWIRE_INTERFACE to the network interface to use, or GRADWIRE_ADVERTISE to where a port of its host is forwarded"),
         )
         .at(peer)
     }

@@ -34,6 +34,9 @@ pub struct ListenConfig {
     pub port: u16,
     /// The network interface whose address is bound and advertised, where `address` is not given.
     pub interface: Option<String>,
+    /// Where peers reach this rank if not at what is bound: behind a forwarded port, for one that is in a container. A
+    /// port of 0 stands for the one that is bound.
+    pub advertise: Option<SocketAddr>,
 }
 
 /// The sockets that peers dial: one for TCP and, for peers on this host, one in the abstract Unix namespace, which
@@ -76,12 +79,11 @@ impl Listeners {
                 (None, String::new())
             }
         };
-        let endpoint = Endpoint {
-            addresses: advertise.into_iter().map(|address| SocketAddr::new(address, port)).collect(),
-            host: address::host_id(),
-            socket,
-            hostname: address::hostname(),
-        };
+        let mut addresses: Vec<_> = advertise.into_iter().map(|address| SocketAddr::new(address, port)).collect();
+        if let Some(given) = config.advertise {
+            addresses = vec![SocketAddr::new(given.ip(), if given.port() == 0 { port } else { given.port() })];
+        }
+        let endpoint = Endpoint { addresses, host: address::host_id(), socket, hostname: address::hostname() };
         Ok(Self { tcp, unix, endpoint })
     }
 
@@ -149,7 +151,7 @@ mod tests {
     use super::*;
 
     fn loopback(port: u16) -> ListenConfig {
-        ListenConfig { address: Some(Ipv4Addr::LOCALHOST.into()), port, interface: None }
+        ListenConfig { address: Some(Ipv4Addr::LOCALHOST.into()), port, ..ListenConfig::default() }
     }
 
     #[test]
@@ -169,6 +171,20 @@ mod tests {
         let fault = Listeners::bind(&config).expect_err("not ours");
         assert_eq!(fault.kind, FaultKind::AddressUnreachable);
         assert!(fault.detail.contains("203.0.113.77") && fault.detail.contains("GRADWIRE_ADDRESS"), "{fault}");
+    }
+
+    #[test]
+    fn what_is_advertised_need_not_be_what_is_bound() {
+        let advertised = |advertise: &str| {
+            let advertise = Some(advertise.parse().expect("an address"));
+            let listeners = Listeners::bind(&ListenConfig { advertise, ..loopback(0) }).expect("bind");
+            let bound = listeners.tcp.local_addr().expect("bound").as_socket().expect("an address");
+            (listeners.endpoint().addresses.clone(), bound)
+        };
+        let (addresses, bound) = advertised("203.0.113.77:0");
+        assert_eq!(addresses, [SocketAddr::new(Ipv4Addr::new(203, 0, 113, 77).into(), bound.port())]);
+        assert!(bound.ip().is_loopback());
+        assert_eq!(advertised("[2001:db8::1]:7000").0, ["[2001:db8::1]:7000".parse().expect("an address")]);
     }
 
     #[test]
