@@ -61,12 +61,14 @@ impl Session {
     /// Begins to commit the step: [`Event::Committed`] follows when every member has all of its results.
     ///
     /// # Errors
-    /// The latched fault after a failure; `TensorBusy` while operations are in flight or another commit is.
+    /// The latched fault after a failure; `TensorBusy` while operations are in flight, other than those that are done again
+    /// ([`Event::Again`]), or another commit is.
     pub fn begin_commit(&mut self, now: u64, deadline_ns: Option<u64>) -> Result<(), Fault> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
-        if let Some(tensor) = self.active.first() {
+        // What is done again was waited for once: the caller need not know that it is.
+        if let Some(tensor) = self.active.iter().find(|tensor| !self.tensors[tensor.index()].again) {
             let detail = "its operation is in flight: wait for a step's operations before its commit";
             return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(*tensor).name.clone()));
         }
@@ -407,6 +409,7 @@ impl Session {
             if !state.active {
                 state.step = state.base;
                 state.begin(now, timing.deadline_ns, timing.resend_ns);
+                state.again = true;
                 state.active_at = self.active.len();
                 self.active.push(tensor);
                 self.events.push_back(Event::Again { tensor });

@@ -19,6 +19,8 @@ pub(super) struct TensorState {
     pub(super) base: Step,
     pub(super) since_commit: u32,
     pub(super) active: bool,
+    /// The operation in flight was done, and is done again: its caller has a result.
+    pub(super) again: bool,
     /// Its place in the list of operations in flight.
     pub(super) active_at: usize,
     pub(super) deadline: u64,
@@ -47,6 +49,7 @@ impl TensorState {
             base: step,
             since_commit: 0,
             active: false,
+            again: false,
             active_at: 0,
             deadline: 0,
             progress_at: 0,
@@ -62,7 +65,7 @@ impl TensorState {
     }
 
     pub(super) fn begin(&mut self, now: u64, deadline_ns: u64, resend_ns: u64) {
-        self.active = true;
+        (self.active, self.again) = (true, false);
         self.deadline = now.saturating_add(deadline_ns);
         self.progress(now);
         // Asked for early enough that who is to blame is known when the deadline comes.
