@@ -50,12 +50,15 @@ struct Copies {
     data: Option<Vec<u8>>,
 }
 
+/// How the job fails.
+type Fail = fn(&mut Engine, Fault);
+
 /// The engine's baton, and what threads say to whoever has it.
 pub(crate) struct Driver {
     engine: ArrayQueue<Box<Engine>>,
     submissions: ArrayQueue<Submission>,
     /// Ways in which callers end the job, or their part in it.
-    faults: ArrayQueue<(Fault, fn(&mut Engine, Fault))>,
+    faults: ArrayQueue<(Fault, Fail)>,
     waiters: ArrayQueue<Thread>,
     /// Threads that want the baton; and those of them that want it for a moment only, whom every other lets pass.
     wanted: AtomicU32,

@@ -156,15 +156,6 @@ impl Broker {
         self.logs.get(&topic).map_or(&[], |log| &log.records)
     }
 
-    /// The last step that is on record.
-    pub(crate) fn last_step(&self) -> Option<u64> {
-        let commits = self.records(Topic::Versions).iter().filter_map(|record| match &record.body {
-            Body::Commit(commit) => Some(commit.version.step.0),
-            _ => None,
-        });
-        commits.max()
-    }
-
     /// It was started again: what is not on its disk is gone.
     pub(crate) fn restart(&mut self) {
         let keeps = self.keeps;

@@ -55,6 +55,8 @@ pub struct Outcome {
     pub tally: Tally,
     /// What links carried.
     pub traffic: Traffic,
+    /// Records in the control log.
+    pub control_records: u64,
     /// What happened, in words, if that was wanted.
     pub text: Vec<String>,
 }
@@ -73,6 +75,7 @@ pub fn simulate(plan: &Plan, mutation: Option<Mutation>, text: bool) -> Outcome 
         virtual_us: ending.now / 1000,
         tally,
         traffic: ending.traffic,
+        control_records: ending.broker.len(broker::Topic::Control) as u64,
         text: ending.trace.into_text(),
     }
 }

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
+use gradwire_sim::plan::Recovery;
 use gradwire_sim::{Mutation, Outcome, Plan, Shape, Tally, shrink, simulate, simulate_twice};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -42,14 +43,17 @@ struct Cli {
     /// Only the federated mode, or never.
     #[arg(long)]
     federated: Option<bool>,
+    /// What becomes of a step in which a rank is lost, instead of what the seed says.
+    #[arg(long, value_enum)]
+    recovery: Option<Recovery>,
     /// Without faults.
     #[arg(long)]
     calm: bool,
     /// Simulate this plan.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seeds", "seed", "ranks", "federated", "calm"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seeds", "seed", "ranks", "federated", "recovery", "calm"])]
     plan: Option<PathBuf>,
-    /// Print the plan instead of running it.
-    #[arg(long)]
+    /// Print the plan of one seed instead of running it.
+    #[arg(long, conflicts_with = "seeds")]
     print_plan: bool,
     /// Print all that happens.
     #[arg(long)]
@@ -63,6 +67,27 @@ struct Cli {
     /// Do not make failing plans small.
     #[arg(long)]
     no_shrink: bool,
+}
+
+impl Cli {
+    fn shape(&self) -> Shape {
+        Shape { ranks: self.ranks, federated: self.federated, recovery: self.recovery }
+    }
+
+    /// What makes this plan again, and what it fails with.
+    fn again(&self, seed: u64) -> String {
+        use std::fmt::Write as _;
+        let mut line = format!("gradwire-sim --seed {seed}");
+        let mut add = |name: &str, value: Option<String>| {
+            // Writing to a string does not fail.
+            let _ = value.map(|value| write!(line, " --{name} {value}"));
+        };
+        add("ranks", self.ranks.map(|ranks| ranks.to_string()));
+        add("federated", self.federated.map(|federated| federated.to_string()));
+        add("recovery", self.recovery.map(name_of));
+        add("mutation", self.mutation.map(name_of));
+        line + if self.calm { " --calm --trace" } else { " --trace" }
+    }
 }
 
 fn main() -> ExitCode {
@@ -106,7 +131,7 @@ fn fresh_seed() -> u64 {
 }
 
 fn plan_of(cli: &Cli, seed: u64) -> Plan {
-    let mut plan = Plan::generate(seed, &Shape { ranks: cli.ranks, federated: cli.federated });
+    let mut plan = Plan::generate(seed, &cli.shape());
     if cli.calm {
         plan.faults.clear();
     }
@@ -140,22 +165,30 @@ fn run_one(cli: &Cli, plan: &Plan) -> bool {
 fn describe(plan: &Plan, outcome: &Outcome) {
     let Outcome { tally, traffic, .. } = outcome;
     say(&format!(
-        "{} ranks, {} steps, {} faults: {} processes, {} steps done, {} operations ended well and {} not, {} events in {} ms of virtual time, digest {:016x}",
+        "{} ranks, {} steps, {} faults: {} processes, {} of them joined later, {} epochs entered, {} steps done, {} operations ended well, {} were aborted, {} failed, {} events in {} ms of virtual time, digest {:016x}",
         plan.ranks,
         plan.steps,
         plan.faults.len(),
         tally.processes,
+        tally.joined,
+        tally.views,
         tally.steps,
         tally.completed,
+        tally.aborted,
         tally.failed,
         outcome.events,
         outcome.virtual_us / 1000,
         outcome.digest
     ));
     let per_step = |count: u64| count as f64 / (tally.steps.max(1)) as f64;
+    let per_process = |count: u64| count as f64 / tally.processes.max(1) as f64;
     say(&format!(
-        "{:.1} messages for each process to begin and to end; for each rank and step {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
-        traffic.around as f64 / tally.processes.max(1) as f64,
+        "for each process {:.1} messages to begin and to end, {:.1} to enter epochs, {:.1} heartbeats, {:.1} frames of state, {:.1} control records; for each rank and step {:.1} messages ({:.0} bytes) and {:.1} writes ({:.0} bytes)",
+        per_process(traffic.around),
+        per_process(traffic.epochs),
+        per_process(traffic.heartbeats),
+        per_process(traffic.state),
+        per_process(outcome.control_records),
         per_step(traffic.messages),
         per_step(traffic.message_bytes),
         per_step(traffic.writes),
@@ -192,11 +225,7 @@ fn run_many(cli: &Cli, base: u64) -> bool {
     }
     for (plan, violation) in failed.iter().take(FAILURES_SHOWN) {
         say(&format!("seed {}: {violation}", plan.seed));
-        let mutation = cli.mutation.map_or(String::new(), |mutation| format!(" --mutation {}", name_of(mutation)));
-        let ranks = cli.ranks.map_or(String::new(), |ranks| format!(" --ranks {ranks}"));
-        let federated = cli.federated.map_or(String::new(), |federated| format!(" --federated {federated}"));
-        let calm = if cli.calm { " --calm" } else { "" };
-        say(&format!("  again: gradwire-sim --seed {}{ranks}{federated}{calm}{mutation} --trace", plan.seed));
+        say(&format!("  again: {}", cli.again(plan.seed)));
     }
     if let Some((plan, _)) = failed.first().filter(|_| !cli.no_shrink) {
         show_smaller(cli, plan);
@@ -207,8 +236,8 @@ fn run_many(cli: &Cli, base: u64) -> bool {
     }
     let seconds = began.elapsed().as_secs_f64();
     say(&format!(
-        "{faults} faults, {struck} frames struck; {} processes, {} of them ended with a fault; {} epochs entered; {} steps done; {} operations ended well and {} not",
-        sum.processes, sum.faults, sum.views, sum.steps, sum.completed, sum.failed
+        "{faults} faults, {struck} frames struck; {} processes, {} of them joined later, {} ended with a fault; {} epochs entered; {} steps done; {} operations ended well, {} were aborted, {} failed",
+        sum.processes, sum.joined, sum.faults, sum.views, sum.steps, sum.completed, sum.aborted, sum.failed
     ));
     say(&format!(
         "{} seeds in {seconds:.1} s ({:.0} a second), {events} events",
@@ -219,16 +248,17 @@ fn run_many(cli: &Cli, base: u64) -> bool {
     failed.is_empty()
 }
 
-fn name_of(mutation: Mutation) -> String {
-    use clap::ValueEnum as _;
-    mutation.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
+/// As it is written on the command line.
+fn name_of(value: impl clap::ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }
 
 /// The smallest plan that fails in the same way.
 fn show_smaller(cli: &Cli, plan: &Plan) {
     let (smaller, violation) = shrink(plan, cli.mutation, SHRINK_RUNS);
     let Some(violation) = violation else { return };
-    say(&format!("smaller, and as broken ({violation}); save it and run `gradwire-sim --plan FILE`:"));
+    let mutation = cli.mutation.map_or(String::new(), |mutation| format!(" --mutation {}", name_of(mutation)));
+    say(&format!("smaller, and as broken ({violation}); save it and run `gradwire-sim --plan FILE{mutation}`:"));
     say(smaller.to_text().trim_end());
 }
 

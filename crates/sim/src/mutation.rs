@@ -28,11 +28,23 @@ pub enum Mutation {
     LeakEpoch,
     /// In the federated mode, an aggregator adds up what it has, not what the log says.
     AddWhatIsHere,
+    /// An operation that is done again adds this rank's first result in place of its contribution.
+    RedoFromResult,
+    /// Results that were handed out before an operation was done again stay.
+    KeepReplaced,
+    /// A commit waits for nobody.
+    CommitAtOnce,
+    /// A rank that others went on without takes its step for final.
+    IgnoreRemoval,
+    /// A process that joins leaves the results of a step out.
+    SkipResults,
+    /// A member gives a joining process the state that it has, whatever step that is of.
+    StateAsIs,
 }
 
 impl Mutation {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 16] = [
         Self::SkipEpochCheck,
         Self::ArrivalOrder,
         Self::FreeSlotEarly,
@@ -43,5 +55,11 @@ impl Mutation {
         Self::EarlyReceipt,
         Self::LeakEpoch,
         Self::AddWhatIsHere,
+        Self::RedoFromResult,
+        Self::KeepReplaced,
+        Self::CommitAtOnce,
+        Self::IgnoreRemoval,
+        Self::SkipResults,
+        Self::StateAsIs,
     ];
 }

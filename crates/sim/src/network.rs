@@ -2,9 +2,9 @@
 //!
 //! A link is an ordered stream each way, as `gradwire_transport::Transport` promises it, until a fault says otherwise.
 
+use gradwire_proto::Epoch;
 use gradwire_proto::frame::{FrameKind, Location};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
-use gradwire_proto::membership::RecordId;
 
 use crate::event::{Nanos, US};
 use crate::plan::LinkFault;
@@ -14,18 +14,19 @@ use crate::report::ProcessId;
 /// What a link carries.
 #[derive(Clone, Debug)]
 pub(crate) enum Item {
-    /// The sender goes by this view; so does the other end, if it answers.
-    Hello { view: ViewName, answer: bool },
+    /// The sender wants to open a link in this epoch, or says that it is open.
+    Hello { epoch: Epoch, answer: bool },
     /// A frame that travels as a message.
     Message(Box<[u8]>),
     /// A one-sided write.
     Write(Box<Write>),
-    /// The link is over.
+    /// The link is over, and with it all streams.
     Down,
+    /// A frame of a stream over which a process gets the state of a job that it joins.
+    State { stream: u32, frame: Box<[u8]> },
+    /// Such a stream is over.
+    StateEnd { stream: u32 },
 }
-
-/// A view: its epoch and the proposal that began it.
-pub(crate) type ViewName = (u64, RecordId);
 
 /// A one-sided write: where to, what, and the header that tells of it.
 #[derive(Clone, Debug)]
@@ -60,6 +61,12 @@ struct Cut {
 pub struct Traffic {
     /// Messages around the steps: what there is, who leaves, and why the job failed.
     pub around: u64,
+    /// Messages with which ranks enter an epoch.
+    pub epochs: u64,
+    /// Heartbeats.
+    pub heartbeats: u64,
+    /// Frames with the state for processes that join.
+    pub state: u64,
     /// Other frames that travelled as messages.
     pub messages: u64,
     /// Bytes of those.
@@ -70,6 +77,20 @@ pub struct Traffic {
     pub payload_bytes: u64,
     /// What faults struck.
     pub struck: u64,
+}
+
+impl Traffic {
+    const NONE: Self = Self {
+        around: 0,
+        epochs: 0,
+        heartbeats: 0,
+        state: 0,
+        messages: 0,
+        message_bytes: 0,
+        writes: 0,
+        payload_bytes: 0,
+        struck: 0,
+    };
 }
 
 /// All links.
@@ -93,8 +114,7 @@ struct Stream {
 
 impl Network {
     pub(crate) const fn new(seed: u64) -> Self {
-        let traffic = Traffic { around: 0, messages: 0, message_bytes: 0, writes: 0, payload_bytes: 0, struck: 0 };
-        Self { seed, streams: Vec::new(), links: Vec::new(), cuts: Vec::new(), traffic }
+        Self { seed, streams: Vec::new(), links: Vec::new(), cuts: Vec::new(), traffic: Traffic::NONE }
     }
 
     pub(crate) fn begin_link_fault(&mut self, fault: LinkFault, now: Nanos) {
@@ -120,7 +140,8 @@ impl Network {
         let size = match &item {
             Item::Write(write) => write.bytes.len() as u64,
             Item::Message(bytes) => bytes.len() as u64,
-            Item::Hello { .. } | Item::Down => 0,
+            Item::State { frame, .. } => frame.len() as u64,
+            Item::Hello { .. } | Item::Down | Item::StateEnd { .. } => 0,
         };
         // Between 2 and 42 us, and a nanosecond for each 10 bytes: 80 Gbit/s.
         let mut flight =
@@ -162,17 +183,23 @@ impl Network {
     }
 
     fn count(&mut self, item: &Item) {
+        let traffic = &mut self.traffic;
         match item {
-            Item::Message(bytes) if !is_of_step(bytes) => self.traffic.around += 1,
-            Item::Message(bytes) => {
-                self.traffic.messages += 1;
-                self.traffic.message_bytes += bytes.len() as u64;
-            }
+            Item::Message(bytes) => match purpose(bytes) {
+                Purpose::Step => {
+                    traffic.messages += 1;
+                    traffic.message_bytes += bytes.len() as u64;
+                }
+                Purpose::Epoch => traffic.epochs += 1,
+                Purpose::Heartbeat => traffic.heartbeats += 1,
+                Purpose::Around => traffic.around += 1,
+            },
             Item::Write(write) => {
-                self.traffic.writes += 1;
-                self.traffic.payload_bytes += write.bytes.len() as u64;
+                traffic.writes += 1;
+                traffic.payload_bytes += write.bytes.len() as u64;
             }
-            Item::Hello { .. } | Item::Down => {}
+            Item::State { .. } => traffic.state += 1,
+            Item::Hello { .. } | Item::Down | Item::StateEnd { .. } => {}
         }
     }
 
@@ -264,19 +291,35 @@ impl Arrives {
     }
 }
 
-/// Whether this is a message that its receiver may get twice. Of the others (declarations, word of being prepared) the
-/// session counts the order.
+/// Whether this is a message that its receiver may get twice. Of the others (declarations, word of being prepared, and of
+/// where all are) the session counts the order.
 fn can_repeat(message: &[u8]) -> bool {
-    let once = [FrameKind::Manifest as u8, FrameKind::Ready as u8];
+    let once = [FrameKind::Manifest as u8, FrameKind::Ready as u8, FrameKind::Steps as u8];
     message.get(3).is_some_and(|kind| !once.contains(kind))
 }
 
-/// Whether this is a message of a step.
-fn is_of_step(message: &[u8]) -> bool {
-    use FrameKind::{Ack, Contribution, Nack, Result, Waiting};
-    message
-        .get(3)
-        .is_some_and(|kind| [Contribution, Result, Ack, Nack, Waiting].iter().any(|known| *known as u8 == *kind))
+/// What messages are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Step,
+    Epoch,
+    Heartbeat,
+    Around,
+}
+
+fn purpose(message: &[u8]) -> Purpose {
+    use FrameKind::{Ack, Contribution, HasAll, Heartbeat, Nack, Result, Steps, Sync, Synced, Waiting};
+    let is_one_of =
+        |kinds: &[FrameKind]| message.get(3).is_some_and(|kind| kinds.iter().any(|one| *one as u8 == *kind));
+    if is_one_of(&[Contribution, Result, Ack, Nack, Waiting, HasAll]) {
+        Purpose::Step
+    } else if is_one_of(&[Sync, Synced, Steps]) {
+        Purpose::Epoch
+    } else if is_one_of(&[Heartbeat]) {
+        Purpose::Heartbeat
+    } else {
+        Purpose::Around
+    }
 }
 
 fn flip(bytes: &mut [u8], draws: &mut Draws) {

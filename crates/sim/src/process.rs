@@ -3,16 +3,16 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use gradwire_proto::RegionKey;
 use gradwire_proto::frame::Location;
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
-use gradwire_proto::membership::{RecordId, View};
+use gradwire_proto::membership::RecordId;
+use gradwire_proto::{Epoch, RegionKey};
 
 use crate::broker::{Record, Topic};
 use crate::event::Nanos;
 use crate::memory::Memory;
 use crate::mutation::Mutation;
-use crate::network::{ViewName, Write};
+use crate::network::Write;
 use crate::plan::Plan;
 use crate::random::mix;
 use crate::report::{ProcessId, Report};
@@ -20,8 +20,8 @@ use crate::report::{ProcessId, Report};
 /// What comes to a process.
 #[derive(Clone, Debug)]
 pub(crate) enum Incoming {
-    /// A peer goes by this view; it wants to know whether this one is too, or answers that it is.
-    Hello { from: ProcessId, view: ViewName, answer: bool },
+    /// A peer wants to open a link in this epoch, or answers that it is open.
+    Hello { from: ProcessId, epoch: Epoch, answer: bool },
     /// A message.
     Message { from: ProcessId, bytes: Box<[u8]> },
     /// A write that has not landed: the process decides.
@@ -32,6 +32,13 @@ pub(crate) enum Incoming {
     Sent { to: ProcessId, token: u64 },
     /// The link is over.
     Down { from: ProcessId },
+    /// A frame of a stream over which a process gets the state of a job that it joins. The joining process counts its
+    /// streams.
+    State { from: ProcessId, stream: u32, frame: Box<[u8]> },
+    /// The stream is over.
+    StateEnd { from: ProcessId, stream: u32 },
+    /// It is to leave in good order.
+    Leave,
     /// A link to the broker is open: topics come again from their start.
     BrokerUp,
     /// Everything that the topics had when the link was opened has come.
@@ -49,7 +56,7 @@ pub(crate) enum Incoming {
 pub(crate) enum Out {
     Hello {
         to: ProcessId,
-        view: ViewName,
+        epoch: Epoch,
         answer: bool,
     },
     Message {
@@ -62,6 +69,19 @@ pub(crate) enum Out {
         target: Location,
         source: (RegionKey, Range<usize>),
         token: u64,
+    },
+    /// Ends the link.
+    Down {
+        to: ProcessId,
+    },
+    State {
+        to: ProcessId,
+        stream: u32,
+        frame: Box<[u8]>,
+    },
+    StateEnd {
+        to: ProcessId,
+        stream: u32,
     },
     Append {
         topic: Topic,
@@ -90,10 +110,6 @@ pub(crate) struct Context<'a> {
     pub(crate) mutation: Option<Mutation>,
     pub(crate) memory: &'a mut Memory,
     pub(crate) out: &'a mut Vec<Out>,
-    /// Processes by the Joins that they wrote.
-    pub(crate) directory: &'a dyn Fn(RecordId) -> Option<ProcessId>,
-    /// With which step the members of a view begin. See [`crate::world::World::first_step`].
-    pub(crate) first_step: &'a mut dyn FnMut(&View) -> u64,
     pub(crate) ids: &'a mut u64,
 }
 
@@ -135,9 +151,6 @@ pub(crate) trait Program {
 
     /// Whether it has ended by itself.
     fn has_ended(&self) -> bool;
-
-    /// The next step, of a rank that is in the middle of a job.
-    fn next_step(&self) -> Option<u64>;
 }
 
 /// Who is started: everything about a process that does not change.
@@ -148,6 +161,6 @@ pub(crate) struct Identity {
     /// The id of its Join.
     pub(crate) join: RecordId,
     pub(crate) plan: Rc<Plan>,
-    /// The step that its disk says comes next.
+    /// The round that its disk says comes next, in the federated mode.
     pub(crate) stored: Option<u64>,
 }

@@ -28,6 +28,17 @@ pub(crate) struct Version {
     pub(crate) step: Step,
 }
 
+/// Stands for the commit among the operations of a step.
+pub(crate) const COMMIT: usize = usize::MAX;
+
+/// What a tensor is when its step is final.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Final {
+    /// Of what this rank has of it.
+    pub(crate) crc: u32,
+    pub(crate) nonfinite: bool,
+}
+
 /// What an owner puts on record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CommitRecord {
@@ -61,8 +72,15 @@ pub(crate) enum Report {
     Resumed,
     /// It goes by a new view from now on.
     View { epoch: Epoch, id: RecordId, members: Rc<[(u32, RecordId)]> },
-    /// It handed an operation over, which has to end by then.
-    Posted { version: Version, tensor: usize, by: Nanos },
+    /// It has links to all members of its first epoch.
+    Linked,
+    /// It joined a running job, knows where the others are, and has applied all results up to there.
+    Joined { commits: u64 },
+    /// It handed an operation over, which has to end by then: its `attempt`-th contribution to it, which counts in this
+    /// epoch and in later ones.
+    Posted { epoch: Epoch, step: Step, tensor: usize, attempt: u64, by: Nanos },
+    /// It began to commit its step, which has to end by then.
+    CommitBegun { by: Nanos },
     /// The operation ended well. `bytes`: what of the tensor this rank now has.
     Completed {
         version: Version,
@@ -72,10 +90,12 @@ pub(crate) enum Report {
         bytes: Rc<[u8]>,
         nonfinite: bool,
     },
-    /// The operation ended with a fault.
+    /// The operation, or the commit ([`COMMIT`]), ended with a fault.
     Failed { tensor: usize, fault: Fault },
-    /// The step is over: every operation of it ended well.
-    StepDone { version: Version },
+    /// The step is final, with these results. The version is of the epoch in which they were made.
+    StepDone { version: Version, contributors: Rc<[ProcessId]>, rank: u32, results: Rc<[Final]> },
+    /// What its trainer's state is after so many steps.
+    State { commits: u64, digest: u64 },
     /// A buffer that was given back is used again, and still is what it was or not.
     Held { tensor: usize, intact: bool },
     /// Data of a peer was counted, or placed. `crc` is of the bytes that were used; the step is the one that this rank
@@ -83,9 +103,9 @@ pub(crate) enum Report {
     Applied { from: ProcessId, header: FrameHeader, crc: u32, epoch: Epoch, step: Step },
     /// A record of a commit got its receipt.
     Committed(Rc<CommitRecord>),
-    /// How much it holds as this rank of so many: what waits to be sent, told or done, registered memory, and what it
+    /// How much it holds in this place among so many members: what waits to be sent, told or done, registered memory, and what it
     /// remembers of processes and records.
-    Load { rank: u32, members: usize, queued: usize, regions: usize, bytes: usize, remembered: usize },
+    Load { seat: usize, members: usize, queued: usize, regions: usize, bytes: usize, remembered: usize },
     /// The process ended by itself.
     Ended(Result<(), Fault>),
     /// A contributor began to wait for a round's result, which has to come by then.

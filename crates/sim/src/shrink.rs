@@ -81,8 +81,11 @@ impl Shrinker {
                 self.attempt(plan);
             }
         }
+        self.lower(|plan| &mut plan.rounds, 1);
         self.lower(|plan| &mut plan.steps, 1);
+        self.lower(|plan| &mut plan.ranks_min, 1);
         self.lower(|plan| &mut plan.ranks, 1);
+        self.lower(|plan| &mut plan.ranks_max, 1);
         for index in 0..self.best.tensors.len() {
             while self.best.tensors[index].elements > 1 {
                 let mut plan = self.best.clone();
@@ -114,6 +117,7 @@ impl Shrinker {
             if let Some(federated) = &mut plan.federated {
                 federated.quorum = federated.quorum.min(plan.ranks);
             }
+            plan.ranks_min = plan.ranks_min.min(plan.places());
             if self.attempt(plan) {
                 return self.lower(of, least);
             }

@@ -83,10 +83,10 @@ pub(crate) fn essence(report: &Report) -> (u8, u64, u64) {
         Report::Stopped => (2, 0, 0),
         Report::Resumed => (3, 0, 0),
         Report::View { epoch, members, .. } => (4, epoch.0, members.len() as u64),
-        Report::Posted { version, tensor, .. } => (5, version.step.0, *tensor as u64),
+        Report::Posted { step, tensor, attempt, .. } => (5, step.0 << 32 | *attempt, *tensor as u64),
         Report::Completed { version, bytes, .. } => (6, version.step.0, u64::from(crc32(bytes))),
         Report::Failed { tensor, fault } => (7, *tensor as u64, fault.kind as u64),
-        Report::StepDone { version } => (8, version.epoch.0, version.step.0),
+        Report::StepDone { version, .. } => (8, version.epoch.0, version.step.0),
         Report::Held { tensor, intact } => (9, *tensor as u64, u64::from(*intact)),
         Report::Applied { crc, step, .. } => (10, u64::from(*crc), step.0),
         Report::Committed(record) => (11, record.version.step.0, record.crcs.len() as u64),
@@ -96,6 +96,10 @@ pub(crate) fn essence(report: &Report) -> (u8, u64, u64) {
         Report::RoundClosed { round, parts } => (15, *round, parts.len() as u64),
         Report::RoundCompleted { round, bytes } => (16, *round, u64::from(crc32(bytes))),
         Report::RoundFailed { round, fault } => (17, *round, fault.kind as u64),
+        Report::Linked => (18, 0, 0),
+        Report::Joined { commits } => (19, *commits, 0),
+        Report::CommitBegun { by } => (20, *by, 0),
+        Report::State { commits, digest } => (21, *commits, *digest),
     }
 }
 

@@ -13,8 +13,8 @@ pub(crate) struct Contribution {
     pub(crate) seed: u64,
     /// The process that makes it.
     pub(crate) process: u32,
-    /// The epoch that it is made in; of a federated one the attempt.
-    pub(crate) epoch: u64,
+    /// How often the process has made it before: a trainer that repeats a step computes it anew.
+    pub(crate) attempt: u64,
     /// The step or round that it is made for.
     pub(crate) step: u64,
     /// The tensor.
@@ -24,7 +24,7 @@ pub(crate) struct Contribution {
 impl Contribution {
     /// Its values, as native elements.
     pub(crate) fn fill(&self, tensor: &Tensor, out: &mut [u8]) {
-        let parts = [u64::from(self.process), self.epoch, self.step, self.tensor as u64];
+        let parts = [u64::from(self.process), self.attempt, self.step, self.tensor as u64];
         let mut draws = Draws::new(self.seed, &parts);
         // Few have an infinity or a NaN somewhere.
         let odd = mix(self.seed, &parts).is_multiple_of(64).then(|| draws.below(tensor.elements));

@@ -26,6 +26,7 @@ fn a_failure_says_how_to_see_it_again_and_gives_a_small_plan() {
     assert!(!good);
     assert!(last_line(&text).starts_with("sim result: FAILED. "), "{text}");
     let again = text.lines().find_map(|line| line.trim().strip_prefix("again: gradwire-sim ")).expect("it says how");
+    assert!(again.contains("--mutation count-twice") && text.contains("--plan FILE --mutation count-twice`"), "{text}");
     let args: Vec<&str> = again.split(' ').chain(["--no-shrink"]).collect();
     let (good, text) = run(&args);
     assert!(!good && text.contains("FAILED: invariant '2 exactly once'"), "{text}");
@@ -46,4 +47,10 @@ fn a_plan_can_be_printed_changed_and_run() {
     let (good, text) = run(&["--plan", name]);
     std::fs::remove_file(&file).expect("it can be removed");
     assert!(!good && text.contains("not a plan"), "{text}");
+}
+
+#[test]
+fn plans_of_many_seeds_are_not_printed() {
+    let (good, text) = run(&["--seeds", "3", "--print-plan"]);
+    assert!(!good && text.contains("--print-plan") && text.contains("--seeds"), "{text}");
 }

@@ -35,11 +35,17 @@ found! {
     slots_that_are_given_back_too_early: FreeSlotEarly, "2 exactly once";
     contributions_that_count_twice: CountTwice, "2 exactly once";
     payloads_that_nobody_checks: SkipCrc, "5 integrity";
-    writes_that_land_unasked: SkipAdmission, "2 exactly once" | "3 no stale write";
+    writes_that_land_unasked: SkipAdmission, "1 same bits" | "2 exactly once" | "3 no stale write";
     deadlines_that_nobody_keeps: IgnoreDeadline, "4 bounded";
-    receipts_for_what_is_not_stored: EarlyReceipt, "6 durable" | "4 bounded";
+    receipts_for_what_is_not_stored: EarlyReceipt, "6 durable" | "4 bounded" | "progress";
     memory_that_outlives_its_epoch: LeakEpoch, "7 bounded memory";
     federated_sums_over_what_is_there: AddWhatIsHere, "federated sums";
+    what_is_done_again_from_a_result: RedoFromResult, "2 exactly once";
+    results_that_should_have_been_replaced: KeepReplaced, "2 exactly once" | "1 same bits" | "same state";
+    commits_that_wait_for_nobody: CommitAtOnce, "4 bounded" | "1 same bits" | "2 exactly once" | "same state";
+    ranks_that_do_not_care_that_they_were_removed: IgnoreRemoval, "1 same bits" | "2 exactly once" | "same state";
+    newcomers_that_leave_out_a_step: SkipResults, "same state";
+    states_of_another_step_for_newcomers: StateAsIs, "same state";
 }
 
 #[test]

@@ -43,9 +43,13 @@ fn without_faults_every_operation_ends_well_whatever_the_mode() {
 
 #[test]
 fn a_job_of_many_ranks_sends_as_many_messages_as_it_has_to() {
-    let mut plan = Plan::generate(7, &Shape { ranks: Some(96), federated: Some(false) });
+    let mut plan = Plan::generate(
+        7,
+        &Shape { ranks: Some(96), federated: Some(false), recovery: Some(gradwire_sim::plan::Recovery::Fail) },
+    );
     plan.faults.clear();
     plan.steps = 2;
+    plan.rounds = 1;
     plan.tensors.truncate(1);
     plan.tensors[0].elements = 1000;
     plan.tensors[0].collective = gradwire_sim::plan::Operation::AllReduce;
@@ -58,4 +62,8 @@ fn a_job_of_many_ranks_sends_as_many_messages_as_it_has_to() {
     assert_eq!(outcome.traffic.messages, 0);
     // Each declares to each other, is prepared, says goodbye, and is told that it may go.
     assert_eq!(outcome.traffic.around, 96 * 95 * 4);
+    // Where the job goes on without lost ranks each says to each other that it has all of the step.
+    plan.recovery = gradwire_sim::plan::Recovery::Redo;
+    let outcome = simulate(&plan, None, false);
+    assert_eq!((outcome.violation, outcome.traffic.messages), (None, u64::from(plan.steps) * 96 * 95));
 }

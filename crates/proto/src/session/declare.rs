@@ -51,8 +51,11 @@ impl Session {
         }
         let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
         self.declaring = Some(Round { manifest, deadline, reported: false, prepared: false });
-        for peer in self.others() {
-            self.outgoing.push_back(Outgoing::Manifest { peer, offset: 0 });
+        // While it is not known what becomes of the step, the round waits: it begins when that is known.
+        if !self.syncing {
+            for peer in self.others() {
+                self.outgoing.push_back(Outgoing::Manifest { peer, offset: 0 });
+            }
         }
         self.check_departed_all();
         self.check_manifests();

@@ -710,3 +710,6 @@ fn a_rank_that_leaves_in_the_middle_of_a_step_fails_nobody_where_others_go_on() 
     world.check();
     assert_eq!(world.nodes[0].committed[0][0].1, [Rank(0), Rank(1)]);
 }
+
+#[path = "epoch_found_tests.rs"]
+mod found;

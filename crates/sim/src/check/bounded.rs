@@ -1,14 +1,14 @@
 //! Invariant 4: every operation ends by its deadline with a result or a typed error, and every process ends.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use gradwire_proto::{Fault, FaultKind};
 
 use super::{Checker, Verdict};
 use crate::event::{MS, Nanos, US};
-use crate::plan::{self, Members, Plan};
-use crate::report::{ProcessId, Report};
+use crate::plan::{self, Plan};
+use crate::report::{COMMIT, ProcessId, Report};
 use crate::world::Ending;
 
 /// What an operation may be late: a process has to get a turn.
@@ -21,6 +21,8 @@ pub(super) struct Bounded {
     /// By process: by when each tensor's operation, or the round, has to end.
     open: BTreeMap<ProcessId, BTreeMap<u64, Nanos>>,
     stopped: BTreeMap<ProcessId, ()>,
+    /// Processes that take part in a running job, or did from its start.
+    take_part: BTreeSet<ProcessId>,
     /// No deadline passes before.
     next: Nanos,
 }
@@ -32,7 +34,8 @@ impl Bounded {
             _ => 0,
         });
         let slack = SLACK + 100 * slow.sum::<Nanos>();
-        Self { plan: plan.clone(), slack, open: BTreeMap::new(), stopped: BTreeMap::new(), next: Nanos::MAX }
+        let (open, stopped, take_part) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        Self { plan: plan.clone(), slack, open, stopped, take_part, next: Nanos::MAX }
     }
 
     fn overdue(&mut self, now: Nanos) -> Verdict {
@@ -68,7 +71,7 @@ impl Bounded {
 
     /// Whether this is a fault that can be in this job: a trainer that did nothing wrong must not be told that it did.
     fn judge(&self, process: ProcessId, fault: &Fault) -> Verdict {
-        let elastic = self.plan.members == Members::Elastic;
+        let elastic = self.plan.is_elastic();
         let faults = &self.plan.faults;
         let lost_log = faults.iter().any(|timed| matches!(timed.fault, plan::Fault::BrokerDown { restart: true, .. }));
         let started_again =
@@ -85,13 +88,16 @@ impl Bounded {
             | FaultKind::Unrecorded => true,
             FaultKind::ProtocolViolation => self.plan.forges(),
             FaultKind::IntegrityExhausted => spoils,
-            FaultKind::Cancelled | FaultKind::Removed => elastic,
+            FaultKind::StepAborted | FaultKind::Removed => elastic,
+            // The job has not declared all tensors yet.
+            FaultKind::DeclarationMismatch => elastic && !self.take_part.contains(&process),
             FaultKind::WorldMismatch => started_again,
             FaultKind::Diverged => lost_log,
             _ => false,
         };
         let names = fault.rank.is_some()
-            || matches!(fault.kind, FaultKind::Cancelled | FaultKind::Unrecorded | FaultKind::Diverged);
+            || matches!(fault.kind, FaultKind::StepAborted | FaultKind::Unrecorded | FaultKind::Diverged)
+            || !self.take_part.contains(&process);
         let names = names || fault.kind == FaultKind::DeadlineExceeded && fault.tensor.is_none();
         if !possible || !names || fault.detail.is_empty() {
             return Err(format!("p{} is told what cannot be: {fault}", process.0));
@@ -107,7 +113,10 @@ impl Checker for Bounded {
 
     fn observe(&mut self, now: Nanos, process: ProcessId, report: &Report) -> Verdict {
         match report {
+            Report::Linked | Report::Joined { .. } => _ = self.take_part.insert(process),
             Report::Posted { tensor, by, .. } => self.begin(process, *tensor as u64, *by),
+            Report::CommitBegun { by } => self.begin(process, COMMIT as u64, *by),
+            Report::StepDone { .. } => self.end(process, COMMIT as u64),
             Report::Completed { tensor, .. } => self.end(process, *tensor as u64),
             Report::Failed { tensor, fault } => {
                 self.end(process, *tensor as u64);

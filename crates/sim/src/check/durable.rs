@@ -10,7 +10,7 @@ use gradwire_proto::{Epoch, Step};
 use super::{Checker, Verdict};
 use crate::broker::{Body, Topic};
 use crate::event::Nanos;
-use crate::plan::{Fault, Plan};
+use crate::plan::Plan;
 use crate::report::{CommitRecord, ProcessId, Report};
 use crate::world::Ending;
 
@@ -28,13 +28,7 @@ type Members = Rc<[(u32, RecordId)]>;
 
 impl Durable {
     pub(super) fn new(plan: &Plan) -> Self {
-        let restarts = plan.faults.iter().any(|timed| matches!(timed.fault, Fault::BrokerDown { restart: true, .. }));
-        Self {
-            forgets: restarts && !plan.broker_keeps,
-            reported: Vec::new(),
-            epochs: BTreeMap::new(),
-            views: BTreeMap::new(),
-        }
+        Self { forgets: plan.loses_log(), reported: Vec::new(), epochs: BTreeMap::new(), views: BTreeMap::new() }
     }
 }
 

@@ -12,8 +12,8 @@ use crate::world::Ending;
 #[derive(Debug)]
 pub(super) struct BoundedMemory {
     plan: Rc<Plan>,
-    /// By process, its rank and the number of members: what is registered.
-    registered: BTreeMap<(ProcessId, u32, usize), usize>,
+    /// By process, its place among the members and their number: what is registered.
+    registered: BTreeMap<(ProcessId, usize, usize), usize>,
     started: usize,
 }
 
@@ -29,25 +29,26 @@ impl Checker for BoundedMemory {
     }
 
     fn observe(&mut self, _now: Nanos, process: ProcessId, report: &Report) -> Verdict {
-        let (rank, members, queued, regions, bytes, remembered) = match report {
+        let (seat, members, queued, regions, bytes, remembered) = match report {
             Report::Started { .. } => {
                 self.started += 1;
                 return Ok(());
             }
-            Report::Load { rank, members, queued, regions, bytes, remembered } => {
-                (*rank, *members, *queued, *regions, *bytes, *remembered)
+            Report::Load { seat, members, queued, regions, bytes, remembered } => {
+                (*seat, *members, *queued, *regions, *bytes, *remembered)
             }
             _ => return Ok(()),
         };
-        // The same rank among as many members needs the same memory, in every epoch and step.
-        let known = *self.registered.entry((process, rank, members)).or_insert(bytes);
+        // The same place among as many members needs the same memory, in every epoch and step.
+        let known = *self.registered.entry((process, seat, members)).or_insert(bytes);
         if known != bytes {
             return Err(format!("p{} has {bytes} bytes registered, and had {known} with as many members", process.0));
         }
         let tensors = self.plan.tensors.len();
-        // Of each tensor input and output; staging of contributions and results; of each peer where its contributions
-        // land, and their copies.
-        let regions_max = 2 * tensors + 2 + 2 * (members - 1);
+        // Of each tensor input, output, and another output for when it is done again; in each declaration round staging of
+        // contributions and results; of each peer where its contributions land, and their copies. After a change of members
+        // all tensors are laid out at once.
+        let regions_max = 3 * tensors + (self.plan.rounds as usize + 1) * (2 + 2 * (members - 1));
         if regions > regions_max {
             return Err(format!("p{} has {regions} regions, and {regions_max} are enough", process.0));
         }

@@ -11,9 +11,12 @@ mod memory;
 mod progress;
 mod rounds;
 mod stale;
+mod state;
 mod sums;
 
 use std::rc::Rc;
+
+use gradwire_proto::FaultKind;
 
 use crate::event::Nanos;
 use crate::plan::Plan;
@@ -72,6 +75,10 @@ pub struct Tally {
     pub steps: u64,
     /// Epochs that ranks entered.
     pub views: u64,
+    /// Processes that joined a running job.
+    pub joined: u64,
+    /// Steps that were aborted, by operation and commit.
+    pub aborted: u64,
     /// Processes that ended with a fault.
     pub faults: u64,
 }
@@ -83,6 +90,8 @@ impl std::ops::AddAssign for Tally {
         self.failed += other.failed;
         self.steps += other.steps;
         self.views += other.views;
+        self.joined += other.joined;
+        self.aborted += other.aborted;
         self.faults += other.faults;
     }
 }
@@ -98,6 +107,7 @@ impl Judge {
             Box::new(durable::Durable::new(plan)),
             Box::new(memory::BoundedMemory::new(plan)),
             Box::new(progress::Progress::new(plan)),
+            Box::new(state::SameState::new(plan)),
             Box::new(rounds::Rounds::new(plan)),
         ];
         Self { checkers, violation: None, tally: Tally::default() }
@@ -123,7 +133,9 @@ impl Observer for Judge {
         match report {
             Report::Started { .. } => tally.processes += 1,
             Report::Completed { .. } | Report::RoundCompleted { .. } => tally.completed += 1,
+            Report::Failed { fault, .. } if fault.kind == FaultKind::StepAborted => tally.aborted += 1,
             Report::Failed { .. } | Report::RoundFailed { .. } => tally.failed += 1,
+            Report::Joined { .. } => tally.joined += 1,
             Report::StepDone { .. } => tally.steps += 1,
             Report::View { .. } => tally.views += 1,
             Report::Ended(Err(_)) => tally.faults += 1,

@@ -252,8 +252,4 @@ impl Program for Aggregator {
     fn has_ended(&self) -> bool {
         self.ended
     }
-
-    fn next_step(&self) -> Option<u64> {
-        None
-    }
 }

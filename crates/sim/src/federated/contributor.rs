@@ -226,10 +226,6 @@ impl Program for Contributor {
     fn has_ended(&self) -> bool {
         self.ended
     }
-
-    fn next_step(&self) -> Option<u64> {
-        None
-    }
 }
 
 /// How the plan's job is run.

@@ -26,13 +26,8 @@ pub(crate) fn contribution(plan: &Plan, part: &Part) -> Vec<u8> {
     let tensor = plan.tensors[0];
     let dtype: DType = tensor.dtype.into();
     let attempt = part.attempt.iter().fold(0u64, |hash, byte| hash.rotate_left(7) ^ u64::from(*byte));
-    let contribution = workload::Contribution {
-        seed: plan.seed,
-        process: part.contributor,
-        epoch: attempt,
-        step: part.origin,
-        tensor: 0,
-    };
+    let contribution =
+        workload::Contribution { seed: plan.seed, process: part.contributor, attempt, step: part.origin, tensor: 0 };
     let mut values = vec![0; tensor.elements as usize * dtype.size()];
     contribution.fill(&tensor, &mut values);
     values

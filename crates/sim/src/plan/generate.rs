@@ -1,6 +1,6 @@
 //! Plans from seeds.
 
-use super::{Elements, Fault, Federated, LinkFault, Links, Members, Operation, Plan, Reduce, Tensor, Timed, Wire};
+use super::{Elements, Fault, Federated, LinkFault, Links, Operation, Plan, Recovery, Reduce, Tensor, Timed, Wire};
 use crate::random::Random;
 
 /// When the members have met and steps begin, about, in microseconds.
@@ -13,10 +13,13 @@ pub struct Shape {
     pub ranks: Option<u32>,
     /// Whether the mode is the federated one, if not for the seed to decide.
     pub federated: Option<bool>,
+    /// What becomes of a step in which a rank is lost, if not for the seed to decide.
+    pub recovery: Option<Recovery>,
 }
 
 impl Plan {
-    /// The plan of a seed. Of eight one has no faults, and two have only such as must be repaired.
+    /// The plan of a seed. Of eight one has no faults, and two have only such as must be repaired. Half of all jobs redo the
+    /// step in which a rank is lost, a quarter aborts it; the rest fails then, or is federated.
     #[must_use]
     pub fn generate(seed: u64, shape: &Shape) -> Self {
         let mut random = Random::new(seed);
@@ -24,11 +27,21 @@ impl Plan {
         let ranks = shape.ranks.unwrap_or(ranks);
         let federated = random.chance(15);
         let federated = shape.federated.unwrap_or(federated);
+        let recovery = match random.below(85) {
+            _ if federated => Recovery::Fail,
+            0..50 => Recovery::Redo,
+            50..75 => Recovery::Abort,
+            _ => Recovery::Fail,
+        };
+        let recovery = shape.recovery.unwrap_or(recovery);
         let mut plan = Self {
             seed,
             ranks,
             steps: random.within(1, if ranks < 6 { 9 } else { 5 }) as u32,
-            members: if random.chance(65) { Members::Elastic } else { Members::Fixed },
+            recovery,
+            ranks_min: 1,
+            ranks_max: ranks,
+            rounds: if federated { 1 } else { random.within(1, 4) as u32 },
             links: if random.chance(50) { Links::OneSided } else { Links::Asked },
             deadline_ms: random.within(8_000, 20_000),
             compute_us: random.spread(30, 8_000),
@@ -50,6 +63,9 @@ impl Plan {
             // So many shards that they go their own ways, and not so many that they do nothing else.
             federated.shard_elements = federated.shard_elements.max(model.elements.div_ceil(40) as u32);
         }
+        if plan.is_elastic() {
+            plan.let_join(&mut random);
+        }
         match random.below(8) {
             0 => {}
             1..3 => plan.add_faults(&mut random, true),
@@ -59,10 +75,13 @@ impl Plan {
     }
 
     fn add_faults(&mut self, random: &mut Random, repairable: bool) {
-        if !repairable && self.federated.is_none() && random.chance(60) {
+        if !repairable && self.is_elastic() && random.chance(40) {
+            self.add_turnover(random);
+        } else if !repairable && self.federated.is_none() && random.chance(60) {
             self.add_lateness(random);
         }
-        for _ in 0..random.within(1, 7) {
+        let most = if self.faults.is_empty() { 7 } else { 5 };
+        for _ in 0..random.within(1, most) {
             let fault = fault(random, self, repairable);
             let steps_us = u64::from(self.steps) * self.step_us();
             let at_us = match random.below(10) {
@@ -81,6 +100,38 @@ impl Plan {
 }
 
 impl Plan {
+    /// Jobs that go on with other ranks: more of them may come, sometimes they have to, and the job lasts so long that they
+    /// can.
+    fn let_join(&mut self, random: &mut Random) {
+        let ranks_most = u64::from(self.ranks) + 1;
+        self.ranks_min = if random.chance(30) { random.within(1, ranks_most) as u32 } else { 1 };
+        self.ranks_max = self.ranks + random.below(3) as u32;
+        self.deadline_ms = random.within(15_000, 40_000);
+        if random.chance(50) {
+            self.compute_us = random.spread(8_000, 200_000);
+            self.steps += random.within(2, 9) as u32;
+        }
+    }
+
+    /// Ranks come and go, and some of that while others come.
+    fn add_turnover(&mut self, random: &mut Random) {
+        let steps_us = u64::from(self.steps) * self.step_us();
+        let mut at_us = JOINED_US + random.below(steps_us / 2 + 1);
+        for _ in 0..random.within(1, 4) {
+            let rank = random.below(u64::from(self.ranks)) as u32;
+            let back_us = random.chance(75).then(|| random.spread(100, 100_000));
+            let fault = match random.below(6) {
+                0 => Fault::Leave { rank },
+                1 | 2 if self.ranks_max > self.ranks => {
+                    Fault::Join { rank: random.within(self.ranks.into(), self.ranks_max.into()) as u32 }
+                }
+                _ => Fault::Crash { rank, back_us, disk: random.chance(50), silent: random.chance(15) },
+            };
+            self.faults.push(Timed { at_us, fault });
+            at_us += random.spread(100, 300_000);
+        }
+    }
+
     /// About how long a step takes.
     const fn step_us(&self) -> u64 {
         self.compute_us + self.compute_us / 8 + 50
@@ -155,7 +206,12 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
     // Most are short against a deadline, some are longer than it.
     let long = !repairable && random.chance(20);
     let for_us = random.spread(1_000, if long { all_us * 2 } else { all_us / 16 });
-    match random.below(if repairable { 14 } else { 24 }) {
+    let kinds = match (repairable, plan.is_elastic()) {
+        (true, _) => 14,
+        (false, false) => 24,
+        (false, true) => 30,
+    };
+    match random.below(kinds) {
         0..6 => Fault::Link(link(random, plan, for_us, repairable)),
         6 => Fault::Cut { for_us, side: random.below(1 << plan.ranks.min(63)), one_way: random.chance(50) },
         7 => Fault::Slow { rank, for_us, by_us: random.spread(1, 2_000) },
@@ -171,6 +227,10 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
         }
         15 => Fault::BrokerDown { for_us, restart: true },
         16 | 17 => Fault::Replace { rank },
+        24 => Fault::Leave { rank },
+        25 | 26 => Fault::Join { rank },
+        // Long enough that the others go on without it.
+        27 => Fault::Stop { rank, for_us: random.within(2_600_000, 8_000_000) },
         _ => Fault::Crash {
             rank,
             back_us: random.chance(60).then(|| random.spread(100, 400_000)),

@@ -4,11 +4,12 @@
 //! line ([`Plan::to_text`]), so that they can be read, cut down and kept beside a bug report.
 
 mod generate;
+mod outlook;
 mod text;
 
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::rounds::LatePolicy;
-use gradwire_proto::{Collective, DType, Rank, ReduceOp, WireFormat};
+use gradwire_proto::{Collective, DType, Rank, ReduceOp, WireFormat, session};
 use serde::{Deserialize, Serialize};
 
 pub use generate::Shape;
@@ -24,8 +25,14 @@ pub struct Plan {
     pub ranks: u32,
     /// How many steps, or rounds, there are.
     pub steps: u32,
-    /// What happens when members are lost.
-    pub members: Members,
+    /// What becomes of a step in which a rank is lost. Unless the job fails then, processes may join it, too.
+    pub recovery: Recovery,
+    /// With fewer ranks the others wait until some have joined.
+    pub ranks_min: u32,
+    /// Places for ranks: those behind the ones that the job starts with are for processes that join it.
+    pub ranks_max: u32,
+    /// In how many rounds the tensors are declared.
+    pub rounds: u32,
     /// What links do.
     pub links: Links,
     /// How long an operation may take.
@@ -40,16 +47,6 @@ pub struct Plan {
     pub federated: Option<Federated>,
     /// What goes wrong.
     pub faults: Vec<Timed>,
-}
-
-/// What happens when members are lost, or processes join.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Members {
-    /// A lost member ends the job on every rank.
-    Fixed,
-    /// The others go on in the next epoch.
-    Elastic,
 }
 
 /// What links do with one-sided writes.
@@ -152,6 +149,16 @@ pub enum Fault {
         /// Nobody is told, as when the power fails.
         silent: bool,
     },
+    /// A rank leaves in good order after its step.
+    Leave {
+        /// Which.
+        rank: u32,
+    },
+    /// A process is started in a place where none runs.
+    Join {
+        /// Which.
+        rank: u32,
+    },
     /// Another process is started in a rank's place although the first still runs: whoever did it took that for dead.
     Replace {
         /// Which.
@@ -220,9 +227,9 @@ pub struct LinkFault {
 }
 
 macro_rules! names {
-    ($(#[$doc:meta])* $name:ident as $other:ident { $($(#[$each:meta])* $variant:ident),* $(,)? }) => {
+    ($(#[$doc:meta])* $name:ident as $other:path { $($(#[$each:meta])* $variant:ident),* $(,)? }) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
         #[serde(rename_all = "snake_case")]
         pub enum $name { $($(#[$each])* $variant),* }
 
@@ -234,6 +241,17 @@ macro_rules! names {
     };
 }
 
+names! {
+    /// What becomes of a step in which a rank is lost, by its name in plans.
+    Recovery as session::Recovery {
+        /// The others do it again from their contributions.
+        Redo,
+        /// The others' trainers repeat it.
+        Abort,
+        /// The job fails.
+        Fail,
+    }
+}
 names! {
     /// An element type, by its name in plans.
     Elements as DType {
@@ -326,28 +344,31 @@ impl Plan {
     /// How many places for processes there are: ranks or contributors, and aggregators.
     #[must_use]
     pub fn places(&self) -> u32 {
-        self.ranks + self.federated.map_or(0, |federated| federated.aggregators)
+        match self.federated {
+            Some(federated) => self.ranks + federated.aggregators,
+            None => self.ranks.max(self.ranks_max),
+        }
+    }
+
+    /// How many places have processes from the start.
+    pub(crate) fn places_at_start(&self) -> u32 {
+        if self.federated.is_some() { self.places() } else { self.ranks }
+    }
+
+    /// Whether a job goes on when ranks are lost, and others join it.
+    pub(crate) fn is_elastic(&self) -> bool {
+        self.federated.is_none() && self.recovery != Recovery::Fail
+    }
+
+    /// Whether a broker that was started again has lost what it gave receipts for.
+    pub(crate) fn loses_log(&self) -> bool {
+        let restarts = self.faults.iter().any(|timed| matches!(timed.fault, Fault::BrokerDown { restart: true, .. }));
+        restarts && !self.broker_keeps
     }
 
     /// How long an operation may take, in nanoseconds.
     pub(crate) const fn deadline_ns(&self) -> u64 {
         self.deadline_ms * 1_000_000
-    }
-
-    /// When the last fault is over, in nanoseconds. What never ends is over when it begins.
-    pub(crate) fn calm_at(&self) -> u64 {
-        self.faults.iter().map(|timed| (timed.at_us + timed.fault.for_us()) * 1000).max().unwrap_or(0)
-    }
-
-    /// Whether all that goes wrong can be repaired in time, so that the job has to end well.
-    pub(crate) fn is_repairable(&self) -> bool {
-        let patience_us = self.deadline_ms * 1000 / 8;
-        let mut pause_us = 0;
-        let each = self.faults.iter().all(|timed| {
-            pause_us += timed.fault.pause_us();
-            timed.fault.is_repairable()
-        });
-        each && pause_us < patience_us
     }
 
     /// Whether anything that is sent can arrive as something that no rank may send.
@@ -356,51 +377,5 @@ impl Plan {
             Fault::Link(link) => link.lose_messages > 0 || link.corrupt_headers > 0,
             _ => false,
         })
-    }
-}
-
-impl Fault {
-    /// How long it goes on.
-    const fn for_us(&self) -> u64 {
-        match self {
-            Self::Link(link) => link.for_us,
-            Self::Cut { for_us, .. }
-            | Self::Slow { for_us, .. }
-            | Self::Stop { for_us, .. }
-            | Self::BrokerDown { for_us, .. }
-            | Self::BrokerSlow { for_us, .. }
-            | Self::BrokerTwice { for_us, .. } => *for_us,
-            Self::Crash { back_us, .. } => match back_us {
-                Some(back_us) => *back_us,
-                None => 0,
-            },
-            Self::Break { .. } | Self::Replace { .. } | Self::BrokerLink { .. } => 0,
-        }
-    }
-
-    /// By how much it can hold up an operation.
-    const fn pause_us(&self) -> u64 {
-        match self {
-            // What is lost is asked for again at the latest two seconds after the link is well.
-            Self::Link(link) => link.for_us + link.delay_us,
-            Self::Slow { for_us, by_us, .. } | Self::BrokerSlow { for_us, by_us } => *for_us + *by_us * 100,
-            other => other.for_us(),
-        }
-    }
-
-    const fn is_repairable(&self) -> bool {
-        match self {
-            Self::Link(link) => {
-                link.lose_messages == 0 && link.corrupt_headers == 0 && link.corrupt + link.truncate <= 300
-            }
-            Self::Cut { .. }
-            | Self::Slow { .. }
-            | Self::Stop { .. }
-            | Self::BrokerLink { .. }
-            | Self::BrokerSlow { .. }
-            | Self::BrokerTwice { .. } => true,
-            Self::BrokerDown { restart, .. } => !*restart,
-            Self::Break { .. } | Self::Crash { .. } | Self::Replace { .. } => false,
-        }
     }
 }

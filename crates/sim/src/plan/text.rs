@@ -2,6 +2,22 @@
 
 use super::Plan;
 
+/// All but the lists, in the order in which people want to read them.
+const FIELDS: [&str; 12] = [
+    "seed",
+    "ranks",
+    "steps",
+    "recovery",
+    "ranks_min",
+    "ranks_max",
+    "rounds",
+    "links",
+    "deadline_ms",
+    "compute_us",
+    "broker_keeps",
+    "federated",
+];
+
 /// A text that is no plan.
 #[derive(Debug)]
 pub struct Unreadable(String);
@@ -24,11 +40,8 @@ impl Plan {
             _ => return String::new(),
         };
         let lists = [fields.remove("tensors"), fields.remove("faults")];
-        let mut lines: Vec<String> = ["seed", "ranks", "steps", "members", "links", "deadline_ms", "compute_us"]
-            .into_iter()
-            .chain(["broker_keeps", "federated"])
-            .filter_map(|name| Some(format!("  \"{name}\": {}", fields.remove(name)?)))
-            .collect();
+        let mut lines: Vec<String> =
+            FIELDS.into_iter().filter_map(|name| Some(format!("  \"{name}\": {}", fields.remove(name)?))).collect();
         for (name, list) in ["tensors", "faults"].into_iter().zip(lists) {
             let entries = list.as_ref().and_then(serde_json::Value::as_array).map_or(&[][..], Vec::as_slice);
             let entries: Vec<String> = entries.iter().map(|entry| format!("\n    {entry}")).collect();
@@ -54,6 +67,10 @@ impl Plan {
         let ranks_max = gradwire_proto::limits::WORLD_SIZE_MAX;
         if self.ranks == 0 || self.ranks > ranks_max {
             Some("ranks must be 1 to 1024")
+        } else if self.ranks_max > ranks_max || self.ranks_min > self.places() {
+            Some("ranks_max must be at most 1024, and ranks_min no more than there are places")
+        } else if self.rounds == 0 {
+            Some("rounds must not be 0")
         } else if self.deadline_ms == 0 {
             Some("deadline_ms must not be 0")
         } else if self.federated.is_some_and(|federated| federated.quorum == 0 || federated.quorum > self.ranks) {

@@ -8,12 +8,11 @@ use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::membership::{Body, Change, Departure, Log, RecordId, View};
+use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, RecordId, View};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 
 use crate::broker::{self, Record, Topic};
 use crate::event::{MS, Nanos, SECOND};
-use crate::plan::Members;
 use crate::process::{Context, Identity, Out};
 
 const PROPOSE_GRACE: Nanos = 300 * MS;
@@ -26,17 +25,23 @@ const PROTOCOL: u16 = gradwire_proto::frame::PROTOCOL_VERSION as u16;
 /// What a rank learns from the log.
 #[derive(Clone, Debug)]
 pub(super) enum News {
-    /// It is a member of this view.
+    /// It is a member of this view, or, while it joins a running job, is not yet.
     View(View),
-    /// Others go on without it, or the job is over.
-    Fault(Fault),
+    /// It could not join.
+    Refused(Fault),
+    /// Others go on without it, or it cannot go on with them.
+    Removed(Fault),
     /// A rank said that the job failed.
     Failed(Fault),
+    /// So few members are left that no epoch begins until others have joined.
+    TooFew { left: u32, needed: u32 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Joining,
+    /// It joined a job that runs, and is no member yet.
+    Late,
     Member,
     Over,
 }
@@ -67,6 +72,9 @@ pub(super) struct Control {
     complete_at: Option<Nanos>,
     change_due_at: Option<Nanos>,
     proposed: bool,
+    /// It joined a running job, and has what it needs to take part.
+    ready: bool,
+    too_few: bool,
     seen: BTreeSet<RecordId>,
     pending: VecDeque<Pending>,
     linked: bool,
@@ -78,7 +86,7 @@ impl Control {
     pub(super) fn new(me: Identity, now: Nanos) -> Self {
         let ranks = me.plan.ranks;
         Self {
-            elastic: me.plan.members == Members::Elastic,
+            elastic: me.plan.is_elastic(),
             deadline: now + me.plan.deadline_ns(),
             me,
             state: State::Joining,
@@ -87,6 +95,8 @@ impl Control {
             complete_at: None,
             change_due_at: None,
             proposed: false,
+            ready: false,
+            too_few: false,
             seen: BTreeSet::new(),
             pending: VecDeque::new(),
             linked: false,
@@ -128,6 +138,13 @@ impl Control {
         }
     }
 
+    /// A broker that lost its log has to be told again what this rank said; it may be told twice.
+    pub(super) fn say_ready_again(&mut self, context: &mut Context<'_>) {
+        if self.ready && self.state == State::Late {
+            self.say(context, Body::Ready { author: self.me.join });
+        }
+    }
+
     pub(super) fn link_lost(&mut self) {
         self.linked = false;
     }
@@ -149,6 +166,14 @@ impl Control {
     pub(super) fn leave(&mut self, context: &mut Context<'_>) {
         self.say(context, Body::Left { author: self.me.join });
         self.state = State::Over;
+    }
+
+    /// This process joined a running job, and has what it needs to take part: the members may take it in.
+    pub(super) fn ready(&mut self, context: &mut Context<'_>) {
+        if !self.ready && self.state == State::Late {
+            self.ready = true;
+            self.say(context, Body::Ready { author: self.me.join });
+        }
     }
 
     /// Another member is not counted on any more.
@@ -173,26 +198,61 @@ impl Control {
 
     pub(super) fn record(&mut self, now: Nanos, record: &Record) {
         let broker::Body::Bytes(kind, bytes) = &record.body else { return };
-        let Ok(Some(body)) = Body::decode(*kind, bytes) else { return };
         let (rank, id) = (Rank(record.rank), record.id);
-        let live_index = self.live_index();
+        let again = !self.seen.insert(id);
+        if again && self.reread.is_none() {
+            return;
+        }
+        let Ok(Some(body)) = Body::decode(*kind, bytes) else { return };
         if let Some(reread) = &mut self.reread {
             reread.log.apply(rank, id, &body);
             if id == self.me.join {
-                reread.due = Some(now + grace(RESTATE_GRACE, live_index));
+                let due = now + grace(RESTATE_GRACE, self.live_index());
+                self.reread.iter_mut().for_each(|reread| reread.due = Some(due));
             }
         }
-        if !self.seen.insert(id) {
+        if again {
             return;
         }
         match &body {
-            Body::Failed { author, fault } if *author != self.me.join => self.handle_failed(rank, *author, fault),
+            Body::Failed { author, fault } => {
+                if *author != self.me.join {
+                    self.handle_failed(rank, *author, fault);
+                }
+            }
+            Body::Join { .. } => self.handle_join(now, rank, id, &body),
             _ => {
                 let change = self.log.apply(rank, id, &body);
-                self.handle_change(now, change);
+                self.handle_change(change);
             }
         }
         self.weigh_change(now);
+    }
+
+    fn handle_join(&mut self, now: Nanos, rank: Rank, id: RecordId, body: &Body) {
+        if self.log.apply(rank, id, body) == Change::RankTaken {
+            self.conflict(FaultKind::WorldMismatch, rank, "two processes joined as one rank");
+        } else if self.is_undecided() && self.is_complete() {
+            self.complete_at.get_or_insert(now);
+        }
+        self.weigh_lateness();
+    }
+
+    /// Whether there is a process for each rank that the job starts with.
+    fn is_complete(&self) -> bool {
+        let ranks = self.me.plan.ranks as usize;
+        self.log.candidates().len() >= ranks && self.log.next_members().len() == ranks
+    }
+
+    /// Whether this process turns out to have joined a job that runs.
+    fn weigh_lateness(&mut self) {
+        if !self.elastic || self.state != State::Joining || self.log.view().epoch < FIRST_EPOCH {
+            return;
+        }
+        if self.log.candidates().iter().any(|candidate| candidate.id == self.me.join) {
+            self.state = State::Late;
+            self.news.push_back(News::View(self.log.view().clone()));
+        }
     }
 
     fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: &Fault) {
@@ -206,26 +266,27 @@ impl Control {
         };
         if has_say {
             let fault = if fault.reporter.is_none() { fault.clone().reported_by(rank) } else { fault.clone() };
-            self.news.push_back(if self.state == State::Joining { News::Fault(fault) } else { News::Failed(fault) });
+            match self.state {
+                State::Joining => self.refuse(fault),
+                _ => self.news.push_back(News::Failed(fault)),
+            }
         }
     }
 
-    fn handle_change(&mut self, now: Nanos, change: Change) {
-        let undecided = self.state == State::Joining && self.log.view().epoch == Epoch(0);
+    fn handle_change(&mut self, change: Change) {
         match change {
             Change::View => self.handle_view(),
-            Change::RankTaken if undecided => self.over(FaultKind::WorldMismatch, "two processes joined as one rank"),
-            Change::Candidate if undecided && self.log.candidates().len() == self.me.plan.ranks as usize => {
-                self.complete_at.get_or_insert(now);
+            Change::Gone(member, Departure::Left) if member.id != self.me.join => {
+                self.conflict(FaultKind::RankLeft, member.rank, "a rank left before the job had started");
             }
-            Change::Gone(member, Departure::Left) if undecided && member.id != self.me.join => {
-                self.over(FaultKind::RankLeft, "a rank left before the job had started");
-            }
-            Change::Gone(member, _) if member.id == self.me.join && self.state == State::Joining => {
-                self.over(FaultKind::Removed, "others do not count on this process any more");
-            }
+            Change::Gone(member, Departure::Suspected(_)) if member.id == self.me.join => match self.state {
+                State::Joining => self.refuse(self.removed()),
+                State::Late => self.remove(self.removed()),
+                State::Member | State::Over => {}
+            },
             Change::Diverged if self.state == State::Member => {
-                self.over(FaultKind::Diverged, "the log was lost, and ranks had gone on with different members");
+                let detail = "the log was lost, and ranks had gone on with different members";
+                self.remove(Fault::new(FaultKind::Diverged, detail).at(Rank(self.me.place)));
             }
             _ => {}
         }
@@ -234,37 +295,73 @@ impl Control {
     fn handle_view(&mut self) {
         let view = self.log.view();
         let member = view.member(self.me.join).is_some();
+        let gone = self.log.is_gone(self.me.join);
         self.change_due_at = None;
         match self.state {
-            State::Joining | State::Member if member => {
+            State::Joining | State::Late | State::Member if member => {
                 self.state = State::Member;
                 self.news.push_back(News::View(view.clone()));
             }
-            State::Joining if self.log.is_gone(self.me.join) => {
-                self.over(FaultKind::Removed, "others do not count on this process any more");
-            }
+            State::Joining if gone => self.refuse(self.removed()),
             State::Joining if !self.elastic => {
-                self.over(FaultKind::WorldMismatch, "the job has started with another process as this rank");
+                let detail = "the job has started with another process as this rank";
+                self.refuse(Fault::new(FaultKind::WorldMismatch, detail).at(Rank(self.me.place)));
             }
-            State::Member => self.over(FaultKind::Removed, "others went on without this rank"),
+            State::Late if !gone => self.news.push_back(News::View(view.clone())),
+            State::Late | State::Member => self.remove(self.removed()),
             State::Joining | State::Over => {}
+        }
+        self.weigh_lateness();
+    }
+
+    fn removed(&self) -> Fault {
+        Fault::new(FaultKind::Removed, "the others went on without this rank").at(Rank(self.me.place))
+    }
+
+    fn is_undecided(&self) -> bool {
+        self.state == State::Joining && self.log.view().epoch == Epoch(0)
+    }
+
+    /// What stands in the log before the members were decided ends the job on every rank.
+    fn conflict(&mut self, kind: FaultKind, rank: Rank, detail: &str) {
+        if self.is_undecided() {
+            self.refuse(Fault::new(kind, detail).at(rank));
         }
     }
 
-    fn over(&mut self, kind: FaultKind, detail: &str) {
+    fn refuse(&mut self, fault: Fault) {
+        self.over(News::Refused(fault));
+    }
+
+    fn remove(&mut self, fault: Fault) {
+        self.over(News::Removed(fault));
+    }
+
+    fn over(&mut self, news: News) {
         if self.state != State::Over {
             self.state = State::Over;
-            self.news.push_back(News::Fault(Fault::new(kind, detail).at(Rank(self.me.place))));
+            self.news.push_back(news);
         }
     }
 
     fn weigh_change(&mut self, now: Nanos) {
-        if !self.elastic || self.state != State::Member || self.log.is_gone(self.me.join) || !self.log.is_change_due() {
+        let may_propose = self.elastic && self.state == State::Member && !self.log.is_gone(self.me.join);
+        if !may_propose || !self.log.is_change_due() {
             self.change_due_at = None;
+            self.too_few = false;
             return;
         }
         let next = self.log.next_members();
         let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
+        let (left, needed) = (next.len() as u32, self.me.plan.ranks_min);
+        let was_too_few = std::mem::replace(&mut self.too_few, left < needed);
+        if left < needed {
+            self.change_due_at = None;
+            if !was_too_few {
+                self.news.push_back(News::TooFew { left, needed });
+            }
+            return;
+        }
         let due = if only_grows { now + GROW_GRACE } else { now };
         let earlier = self.change_due_at.unwrap_or(due);
         self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
@@ -291,7 +388,7 @@ impl Control {
             return;
         }
         if now >= self.deadline {
-            self.over(FaultKind::DeadlineExceeded, "joining did not end before the deadline");
+            self.refuse(Fault::new(FaultKind::DeadlineExceeded, "joining did not end before the deadline"));
         } else if self.first_propose_at().is_some_and(|at| at <= now) {
             self.proposed = true;
             let proposal = self.log.proposal(self.me.join);
@@ -303,8 +400,6 @@ impl Control {
     fn restate(&mut self, context: &mut Context<'_>) {
         let Some(reread) = self.reread.take() else { return };
         let (theirs, ours) = (reread.log.view(), self.log.view());
-        // The product looks at the epochs alone. Then a newcomer that read the Joins which all say again when they are
-        // back, and began the job anew with them, stays in an epoch 1 of its own: simulation found that.
         if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
             let snapshot = self.log.snapshot();
             self.say(context, Body::Snapshot(snapshot));
@@ -312,8 +407,7 @@ impl Control {
     }
 
     fn first_propose_at(&self) -> Option<Nanos> {
-        let undecided = self.state == State::Joining && self.log.view().epoch == Epoch(0);
-        if self.proposed || !undecided {
+        if self.proposed || !self.is_undecided() {
             return None;
         }
         Some(self.complete_at? + grace(PROPOSE_GRACE, self.me.place))

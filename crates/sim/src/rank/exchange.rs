@@ -1,221 +1,237 @@
-//! One rank's exchange in one epoch: drives the real `gradwire_proto::session::Session` over simulated memory, with the
-//! duties that `crates/runtime/src/engine` has in the product.
+//! One rank's exchange: drives the real `gradwire_proto::session::Session` over simulated memory, with the duties that
+//! `crates/runtime/src/engine` has in the product.
 //!
-//! Two things differ over links that do not ask ([`Links::OneSided`]), because there a write may land at any time, also
-//! long after its slot serves something else: a contribution is copied out of the slot and checked *in the copy*, which
-//! alone is used from then on; and results land in staging memory, never in a tensor that is given back one day.
-//!
-//! Everything of an epoch (session, regions, what is known of links) lives and ends with an `Exchange`: the change of
-//! epochs is what is around it ([`super`]), so that a way to keep a step over such a change can be put there.
+//! Two things differ over links that do not ask ([`Links::OneSided`](crate::plan::Links::OneSided)), because there a
+//! write may land at any time, also long after its slot serves something else: a contribution is copied out of the slot
+//! and checked *in the copy*, which alone is used from then on; and results land in staging memory, never in a tensor
+//! that is given back one day.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use gradwire_proto::frame::{FrameHeader, JobTag, Location};
 use gradwire_proto::manifest::{Declaration, Manifest, agree};
-use gradwire_proto::membership::{RecordId, View};
-use gradwire_proto::session::{Event, MessageBytes, Recovery, Session, SessionConfig, Timing};
-use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, Step, TensorId};
+use gradwire_proto::membership::{FIRST_EPOCH, RecordId, View};
+use gradwire_proto::session::{Event, MessageBytes, Session, SessionConfig, Timing};
+use gradwire_proto::{Collective, Fault, FaultKind, Rank, RegionKey, Step, TensorId};
 
+use super::epoch::{Epochs, Made};
+use super::holder::Holder;
+use super::links::process_of;
 use super::regions::Regions;
-use super::trainer::Finished;
-use crate::event::{MS, Nanos, US};
+use crate::event::Nanos;
 use crate::mutation::Mutation;
-use crate::network::{ViewName, Write};
-use crate::plan::Links;
-use crate::process::{Context, Incoming, Out};
-use crate::report::ProcessId;
+use crate::network::Write;
+use crate::plan::{Links, Plan, Recovery};
+use crate::process::{Context, Identity, Incoming, Out};
+use crate::report::{ProcessId, Version};
 
 pub(crate) const JOB: JobTag = JobTag(*b"a simulated job!");
 /// Writes to one peer that may wait for departure: further ones are refused, as by a full queue.
 const WRITES_MAX: u32 = 8;
-/// A peer that has not answered is greeted again after this long, and then ever later up to the second.
-const HELLO_AGAIN: Nanos = 200 * US;
-const HELLO_AGAIN_MAX: Nanos = 50 * MS;
 
 #[derive(Debug)]
 pub(super) struct Exchange {
     pub(super) session: Session,
+    /// The view of the session's epoch.
     pub(super) view: View,
-    /// By rank of the session: the process, whether the link to it is up in this epoch, and writes that wait.
+    /// By rank.
     pub(super) peers: Vec<Peer>,
-    ranks: BTreeMap<ProcessId, Rank>,
-    /// How many of them are neither known to go by this view nor gone.
-    absent: usize,
+    pub(super) ranks: BTreeMap<ProcessId, Rank>,
     pub(super) memory: Regions,
     pub(super) slots: Vec<Slot>,
     /// Operations that the session is through with, but whose memory is still read.
-    finishing: Vec<(TensorId, Step, bool)>,
-    pub(super) crcs: Vec<u32>,
-    /// Units that this rank reduced since the last commit.
-    pub(super) dirty: Vec<u32>,
+    pub(super) finishing: Vec<Finished>,
     pub(super) links: Links,
-    hello_at: Nanos,
-    hello_again: Nanos,
-    manifest: Manifest,
-    declared: bool,
-    pub(super) prepared: bool,
+    pub(super) me: RecordId,
+    /// What is to be declared, by round; and how many rounds were begun.
+    to_declare: Vec<Vec<Declaration>>,
+    declared: usize,
+    pub(super) holder: Holder,
+    pub(super) epochs: Epochs,
+    /// What the trainer has to know.
+    pub(super) outcomes: VecDeque<Outcome>,
     pub(super) failed: Option<Fault>,
     pub(super) farewell: bool,
 }
 
+/// What came of what a trainer handed over.
 #[derive(Debug)]
+pub(super) enum Outcome {
+    /// An operation ended well.
+    Done(Finished),
+    /// The step does not stand.
+    Aborted(Fault),
+    /// The step is final, with these results in place of others that were handed out before.
+    Committed { made: Made, replaced: Vec<Finished> },
+    /// All members know what becomes of the step.
+    Synced,
+}
+
+/// An operation that ended well.
+#[derive(Clone, Debug)]
+pub(super) struct Finished {
+    pub(super) tensor: usize,
+    pub(super) version: Version,
+    pub(super) contributors: Rc<[ProcessId]>,
+    pub(super) nonfinite: bool,
+    pub(super) output: RegionKey,
+}
+
+/// A process that this one exchanges data with.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Peer {
+    /// Of a rank that nobody has had: the first process, which does not matter.
     pub(super) process: ProcessId,
-    up: bool,
-    down: bool,
+    pub(super) down: bool,
     pub(super) writes_waiting: u32,
 }
 
-/// A tensor's memory while an operation is in flight.
+/// A tensor's memory in a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Slot {
     pub(super) input: Option<RegionKey>,
     pub(super) output: Option<RegionKey>,
+    /// Where the result goes if the operation is done again and the caller has the first one.
+    pub(super) spare: Option<RegionKey>,
+    /// The caller has a result.
+    pub(super) given: bool,
+    /// The next result replaces that one.
+    pub(super) replaces: bool,
+}
+
+/// What a plan declares, by round.
+pub(super) fn declarations(plan: &Plan) -> Vec<Vec<Declaration>> {
+    let mut rounds = vec![Vec::new(); plan.rounds as usize];
+    for (index, tensor) in plan.tensors.iter().enumerate() {
+        rounds[index * plan.rounds as usize / plan.tensors.len()].push(tensor.declaration(index));
+    }
+    rounds
+}
+
+/// Whether contributions are kept until the commit, and results go elsewhere.
+pub(super) fn retains(plan: &Plan, tensor: usize) -> bool {
+    let tensor = &plan.tensors[tensor];
+    let reduced = Collective::from(tensor.collective) == Collective::AllReduce;
+    plan.recovery == Recovery::Redo && reduced && tensor.elements > 0
 }
 
 impl Exchange {
-    /// Begins an epoch. `None` where this process is no member.
+    /// Begins to exchange data in a view that this process is a member of. `joins`: what the job that it joins has
+    /// declared.
     pub(super) fn new(
         context: &mut Context<'_>,
+        me: &Identity,
         view: &View,
-        me: RecordId,
-        declarations: &[Declaration],
-        first_step: Step,
-    ) -> Option<Self> {
-        let rank = Rank(view.members.iter().position(|member| member.id == me)? as u32);
-        let world = view.members.len();
+        joins: Option<&[Vec<Declaration>]>,
+    ) -> Self {
         let forgotten = context.has(Mutation::IgnoreDeadline);
         let deadline_ns = if forgotten { Nanos::MAX / 4 } else { context.plan.deadline_ns() };
         let config = SessionConfig {
-            rank,
-            world_size: world as u32,
-            recovery: Recovery::Fail,
-            epoch: view.epoch,
+            rank: Rank(me.place),
+            world_size: context.plan.ranks,
+            recovery: context.plan.recovery.into(),
+            epoch: if joins.is_some() { view.epoch } else { FIRST_EPOCH },
             job: JOB,
-            first_step,
+            first_step: Step(0),
             timing: Timing { deadline_ns, ..Timing::default() },
             copies: false,
         };
-        let mut peers = Vec::with_capacity(world);
-        for member in &view.members {
-            // Who wrote a Join has been started: there is such a process.
-            let process = (context.directory)(member.id)?;
-            peers.push(Peer { process, up: member.id == me, down: false, writes_waiting: 0 });
-        }
-        let regions = Regions {
-            contributions: context.memory.allocate(0),
-            results: context.memory.allocate(0),
-            landings: vec![None; world],
-            checked: vec![None; world],
-            buckets: Vec::new(),
+        let members: Vec<Rank> = view.members.iter().map(|member| member.rank).collect();
+        let session = match joins {
+            Some(declared) => Session::newcomer(config, &members, declared),
+            None => Session::new(config),
         };
-        Some(Self {
-            session: Session::new(config),
-            view: view.clone(),
-            absent: peers.len() - 1,
-            ranks: (0..).map(Rank).zip(&peers).map(|(rank, peer)| (peer.process, rank)).collect(),
-            peers,
-            memory: regions,
-            slots: vec![Slot::default(); declarations.len()],
+        let mut holder = Holder::default();
+        holder.declared(session.declared());
+        let mut exchange = Self {
+            session,
+            view: View::default(),
+            peers: Vec::new(),
+            ranks: BTreeMap::new(),
+            memory: Regions::default(),
+            slots: vec![Slot::default(); context.plan.tensors.len()],
             finishing: Vec::new(),
-            crcs: Vec::new(),
-            dirty: Vec::new(),
             links: context.plan.links,
-            hello_at: context.now,
-            hello_again: HELLO_AGAIN,
-            manifest: Manifest { tensors: declarations.to_vec() },
-            declared: false,
-            prepared: false,
+            me: me.join,
+            to_declare: declarations(context.plan),
+            declared: joins.map_or(0, <[_]>::len),
+            holder,
+            epochs: Epochs::default(),
+            outcomes: VecDeque::new(),
             failed: None,
             farewell: false,
-        })
+        };
+        exchange.set_members(context, view);
+        if joins.is_none() && view.epoch > FIRST_EPOCH {
+            // Some were lost while links came up: the others begin in the first epoch, and go on as all do.
+            exchange.session.enter(view.epoch, &members, &[]);
+        }
+        exchange.take_events(context);
+        exchange
     }
 
-    /// The epoch is over: its memory is given back, and what is still written to it is lost.
-    pub(super) fn end(self, context: &mut Context<'_>) {
-        if context.has(Mutation::LeakEpoch) {
-            return;
+    /// Takes over who is who in a view.
+    pub(super) fn set_members(&mut self, context: &mut Context<'_>, view: &View) {
+        let ranks = view.members.last().map_or(0, |last| last.rank.index() + 1);
+        self.peers.resize(ranks.max(self.peers.len()), Peer::default());
+        self.ranks.clear();
+        for member in &view.members {
+            let Some(process) = process_of(member) else { continue };
+            let peer = &mut self.peers[member.rank.index()];
+            if peer.process != process {
+                *peer = Peer { process, ..Peer::default() };
+            }
+            self.ranks.insert(process, member.rank);
         }
-        let Regions { contributions, results, landings, checked, .. } = self.memory;
-        for key in [contributions, results].into_iter().chain(landings.into_iter().chain(checked).flatten()) {
-            context.memory.free(key);
-        }
+        self.epochs.contributors = self.ranks_in_order().map(|rank| self.peers[rank.index()].process).collect();
+        self.view = view.clone();
+        let members: Rc<[(u32, _)]> = view.members.iter().map(|member| (member.rank.0, member.id)).collect();
+        context.report(crate::report::Report::View { epoch: view.epoch, id: view.id, members });
+    }
+
+    fn ranks_in_order(&self) -> impl Iterator<Item = Rank> {
+        let mut ranks: Vec<Rank> = self.ranks.values().copied().collect();
+        ranks.sort_unstable();
+        ranks.into_iter()
     }
 
     pub(super) fn me(&self) -> Rank {
         self.session.config().rank
     }
 
-    pub(super) fn rank_of(&self, process: ProcessId) -> Option<Rank> {
-        self.ranks.get(&process).copied()
+    pub(super) fn version(&self, step: Step) -> Version {
+        Version { epoch: self.view.epoch, view: self.view.id, step }
     }
 
-    /// Greets those that are not known to go by this view. Of two ranks the lower greets.
-    ///
-    /// The product's hello names the epoch and the number of ranks, and not the view. Where a log was lost, two views can
-    /// have one number for a while, and their members must not exchange data: simulation found that they would.
-    fn greet(&mut self, context: &mut Context<'_>) {
-        if context.now < self.hello_at || self.failed.is_some() || self.absent == 0 {
-            return;
-        }
-        self.hello_at = context.now + self.hello_again;
-        self.hello_again = (self.hello_again * 2).min(HELLO_AGAIN_MAX);
-        let me = self.me().index();
-        for peer in self.peers.iter().skip(me + 1).filter(|peer| !peer.up && !peer.down) {
-            let view = (self.view.epoch.0, self.view.id);
-            context.out.push(Out::Hello { to: peer.process, view, answer: false });
-        }
-    }
-
-    fn handle_hello(&mut self, context: &mut Context<'_>, from: ProcessId, view: ViewName, answer: bool) {
-        let Some(rank) = self.rank_of(from).filter(|_| view == (self.view.epoch.0, self.view.id)) else { return };
-        let peer = &mut self.peers[rank.index()];
-        if peer.down {
-            return;
-        }
-        self.absent -= usize::from(!peer.up);
-        peer.up = true;
-        if !answer {
-            context.out.push(Out::Hello { to: from, view, answer: true });
-        }
-    }
-
-    /// Takes what comes over links, and what comes of writes.
+    /// Takes what comes over a link, or what comes of a write.
     pub(super) fn handle(&mut self, context: &mut Context<'_>, incoming: Incoming) {
+        if let Incoming::Sent { to, token } = incoming {
+            return self.handle_sent(to, token);
+        }
+        let (Incoming::Message { from, .. }
+        | Incoming::Asked { from, .. }
+        | Incoming::Landed { from, .. }
+        | Incoming::Down { from }) = incoming
+        else {
+            return;
+        };
+        let Some(rank) = self.ranks.get(&from).copied() else { return };
+        self.session.heard(rank, context.now);
         match incoming {
-            Incoming::Hello { from, view, answer } => self.handle_hello(context, from, view, answer),
-            Incoming::Message { from, bytes } => {
-                if let Some(rank) = self.linked(from) {
-                    self.handle_message(context, rank, &bytes);
-                }
+            Incoming::Message { bytes, .. } => self.handle_message(context, rank, &bytes),
+            Incoming::Asked { write, .. } => self.handle_asked(context, rank, &write),
+            Incoming::Landed { immediate, target, bytes, .. } => {
+                self.handle_landed(context, rank, &immediate, target, bytes);
             }
-            Incoming::Asked { from, write } => {
-                if let Some(rank) = self.linked(from) {
-                    self.handle_asked(context, rank, &write);
-                }
-            }
-            Incoming::Landed { from, immediate, target, bytes } => {
-                if let Some(rank) = self.linked(from) {
-                    self.handle_landed(context, rank, &immediate, target, bytes);
-                }
-            }
-            Incoming::Sent { to, token } => self.handle_sent(to, token),
-            Incoming::Down { from } => {
-                if let Some(rank) = self.linked(from) {
-                    let peer = &mut self.peers[rank.index()];
-                    self.absent -= usize::from(!peer.up);
-                    (peer.up, peer.down) = (false, true);
-                    let detail = format!("the link to {rank} ended: it exited or was killed");
-                    self.session.handle_link_down(rank, Fault::new(FaultKind::RankDied, detail).at(rank));
-                }
-            }
-            _ => {}
+            _ => self.handle_down(rank),
         }
     }
 
-    fn linked(&self, from: ProcessId) -> Option<Rank> {
-        self.rank_of(from).filter(|rank| !self.peers[rank.index()].down)
+    pub(super) fn handle_down(&mut self, rank: Rank) {
+        self.peers[rank.index()].down = true;
+        let detail = format!("the link to {rank} ended: it exited or was killed");
+        self.session.handle_link_down(rank, Fault::new(FaultKind::RankDied, detail).at(rank));
     }
 
     fn handle_asked(&mut self, context: &mut Context<'_>, peer: Rank, write: &Write) {
@@ -249,57 +265,58 @@ impl Exchange {
     fn handle_sent(&mut self, to: ProcessId, token: u64) {
         let (epoch, bucket) = (token >> 32, (token & 0xffff_ffff) as usize);
         if epoch != self.view.epoch.0 {
-            return;
-        }
-        if let Some(memory) = self.memory.buckets.get_mut(bucket) {
+            self.memory.old_writes_in_flight = self.memory.old_writes_in_flight.saturating_sub(1);
+        } else if let Some(memory) = self.memory.buckets.get_mut(bucket) {
             memory.writes_in_flight = memory.writes_in_flight.saturating_sub(1);
         }
-        if let Some(rank) = self.rank_of(to) {
+        if let Some(rank) = self.ranks.get(&to) {
             let peer = &mut self.peers[rank.index()];
             peer.writes_waiting = peer.writes_waiting.saturating_sub(1);
         }
     }
 
-    /// Does all that can be done now. Operations that ended are put into `finished`.
-    pub(super) fn progress(&mut self, context: &mut Context<'_>, finished: &mut Vec<Finished>) {
+    /// Does all that can be done now.
+    pub(super) fn progress(&mut self, context: &mut Context<'_>) {
         let now = context.now;
-        self.greet(context);
-        if !self.declared {
-            self.declared = true;
-            let mut bytes = Vec::new();
-            let declared = self.manifest.encode(&mut bytes).and_then(|()| self.session.declare(bytes, now, None));
-            if let Err(fault) = declared {
-                self.session.fail(fault);
-            }
-        }
+        // What an epoch changed has to be known before anything is sent.
+        self.take_events(context);
+        self.declare(now);
         loop {
-            let mut moved = false;
             if self.session.poll_timeout().is_some_and(|at| at <= now) {
                 self.session.handle_timeout(now);
             }
-            moved |= self.work(context);
+            let mut moved = self.work(context);
             self.session.unblock();
-            self.block();
             moved |= self.send_messages(context);
             moved |= self.send_data(context);
             moved |= self.take_events(context);
-            moved |= self.finish(finished);
+            moved |= self.finish();
+            moved |= self.hand_over_commit();
+            self.free_old(context);
             if !moved {
-                return;
+                break;
             }
+        }
+        self.holder.serve(context);
+    }
+
+    /// Begins the next declaration round, where one is left and the last one is over.
+    fn declare(&mut self, now: Nanos) {
+        let over = self.session.round() as usize == self.declared;
+        if !over || self.declared == self.to_declare.len() || self.session.fault().is_some() {
+            return;
+        }
+        let manifest = Manifest { tensors: self.to_declare[self.declared].clone() };
+        self.declared += 1;
+        let mut bytes = Vec::new();
+        if let Err(fault) = manifest.encode(&mut bytes).and_then(|()| self.session.declare(bytes, now, None)) {
+            self.session.fail(fault);
         }
     }
 
-    /// Nothing goes to peers that are not known to be in this epoch, nor to those whose queue is full.
-    fn block(&mut self) {
-        if self.absent == 0 {
-            return;
-        }
-        for (rank, peer) in (0..).map(Rank).zip(&self.peers) {
-            if !peer.up && !peer.down {
-                self.session.block(rank);
-            }
-        }
+    /// Whether all tensors are declared, by all.
+    pub(super) fn is_prepared(&self) -> bool {
+        self.session.round() as usize == self.to_declare.len()
     }
 
     fn send_messages(&mut self, context: &mut Context<'_>) -> bool {
@@ -335,57 +352,73 @@ impl Exchange {
         moved
     }
 
-    fn take_events(&mut self, context: &mut Context<'_>) -> bool {
+    pub(super) fn take_events(&mut self, context: &mut Context<'_>) -> bool {
         let mut moved = false;
         while let Some(event) = self.session.poll_event() {
             moved = true;
             match event {
-                Event::Done { tensor, step, nonfinite } => self.finishing.push((tensor, step, nonfinite)),
+                Event::Done { tensor, step, nonfinite } => self.note_done(tensor, step, nonfinite),
                 Event::Manifests => {
                     if let Err(fault) = self.agree(context) {
                         self.session.fail(fault);
                     }
                 }
-                Event::Prepared => self.prepared = true,
+                Event::Prepared => self.holder.declared(self.session.declared()),
                 Event::Failed(fault) => {
                     self.finishing.clear();
+                    self.epochs.committed = None;
                     self.failed = Some(fault);
                 }
                 Event::Farewell => self.farewell = true,
                 Event::Spoilt { .. } => {}
-                // With [`Recovery::Fail`] members do not change.
-                Event::Lost { .. }
-                | Event::Entered
-                | Event::Synced
-                | Event::Again { .. }
-                | Event::Aborted { .. }
-                | Event::Committed { .. } => unreachable!("members do not change: {event:?}"),
+                Event::Lost { peer, fault } => self.note_lost(peer, fault),
+                Event::Entered => self.lay_out_epoch(context),
+                Event::Synced => self.end_sync(),
+                Event::Again { tensor } => self.do_again(context, tensor),
+                Event::Aborted { fault, begun } => self.abort_step(fault, begun),
+                Event::Committed { .. } => self.end_commit(),
             }
         }
         moved
     }
 
+    /// The session is through with an operation.
+    fn note_done(&mut self, tensor: TensorId, step: Step, nonfinite: bool) {
+        let Some(output) = self.slots[tensor.index()].output else { return };
+        let (version, contributors) = (self.version(step), self.epochs.contributors.clone());
+        self.finishing.push(Finished { tensor: tensor.index(), version, contributors, nonfinite, output });
+    }
+
     /// Hands over what ended, once nothing reads its memory any more.
-    fn finish(&mut self, finished: &mut Vec<Finished>) -> bool {
+    fn finish(&mut self) -> bool {
         let before = self.finishing.len();
-        let (session, buckets) = (&self.session, &self.memory.buckets);
-        let slots = &mut self.slots;
-        self.finishing.retain(|(tensor, step, nonfinite)| {
-            let bucket = session.plan().tensor(*tensor).bucket;
-            if buckets[bucket.index()].writes_in_flight > 0 {
-                return true;
+        let mut at = 0;
+        while let Some(finished) = self.finishing.get(at) {
+            let tensor = TensorId(finished.tensor as u32);
+            let bucket = self.session.plan().tensor(tensor).bucket;
+            if self.memory.buckets[bucket.index()].writes_in_flight > 0 || self.memory.old_writes_in_flight > 0 {
+                at += 1;
+                continue;
             }
-            slots[tensor.index()] = Slot::default();
-            finished.push(Finished { tensor: tensor.index(), step: *step, nonfinite: *nonfinite });
-            false
-        });
+            let finished = self.finishing.swap_remove(at);
+            let slot = &mut self.slots[finished.tensor];
+            slot.given = true;
+            if slot.replaces {
+                self.epochs.replaced.insert(finished.tensor, finished.clone());
+            }
+            self.outcomes.push_back(Outcome::Done(finished));
+        }
         before != self.finishing.len()
     }
 
     /// When there is something to do again.
     pub(super) fn poll_timeout(&self) -> Option<Nanos> {
-        let greeting = (self.failed.is_none() && self.absent > 0).then_some(self.hello_at);
-        greeting.into_iter().chain(self.session.poll_timeout()).min()
+        self.session
+            .poll_timeout()
+            .into_iter()
+            .chain(self.holder.poll_timeout())
+            .chain(self.epochs.poll_timeout())
+            .min()
     }
 
     /// Every rank's manifest is here: all come to the same plan, or to the same fault.
@@ -396,26 +429,10 @@ impl Exchange {
             manifests.push(Manifest::decode(&bytes).map_err(bad)?);
         }
         let declarations = agree(&manifests)?;
-        self.session.lay_out(&declarations);
-        self.lay_out(context);
-        let landings: Vec<Location> = (self.memory.landings.iter())
-            .map(|key| key.map_or(Location::default(), |region| Location { region, offset: 0 }))
-            .collect();
-        self.session.prepare(&landings);
+        let first = self.session.lay_out(&declarations);
+        self.add_round(context, first as usize);
+        self.session.prepare(&self.landings());
         Ok(())
-    }
-
-    /// Ends a step. Returns the checksums of what this rank reduced in it.
-    pub(super) fn commit(&mut self) -> Vec<(u32, u32)> {
-        self.session.commit();
-        let mut dirty = std::mem::take(&mut self.dirty);
-        dirty.sort_unstable();
-        dirty.dedup();
-        dirty.into_iter().map(|unit| (unit, self.crcs[unit as usize])).collect()
-    }
-
-    pub(super) fn contributors(&self) -> Rc<[ProcessId]> {
-        self.peers.iter().map(|peer| peer.process).collect()
     }
 
     fn header(&mut self, context: &Context<'_>, peer: Rank, bytes: &[u8]) -> Option<FrameHeader> {

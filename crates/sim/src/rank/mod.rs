@@ -1,39 +1,43 @@
-//! A rank of the simulated job: control log, exchange and trainer, put together as the product puts them together.
-//!
-//! # What happens when members change
-//! The protocol has no way yet to keep a step over a change of members: a lost peer fails the session for good. So with
-//! [`Members::Fixed`] the job ends, with a typed fault on every rank. With [`Members::Elastic`] the rank suspects who is
-//! to blame, waits for the next view, drops its [`Exchange`] with everything in it and begins another one, which
-//! *repeats* the step with new values (as a trainer does after `Recovery::Abort`). With which step a view's members
-//! begin is told to them by the world (`first_step`), because no message of the protocol says so yet: this is the place
-//! to fill in when the step rule comes.
+//! A rank of the simulated job: control log, links, exchange and trainer, put together as the product puts them together.
+//! It knows what the control log, its peers and its own memory tell it, and nothing else.
 
 mod control;
+mod epoch;
 mod exchange;
+mod holder;
+mod links;
+mod newcomer;
 mod receive;
 mod reduce;
 mod regions;
+mod state;
+mod stream;
 mod trainer;
 
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use gradwire_proto::manifest::Declaration;
+use gradwire_proto::frame::FrameKind;
 use gradwire_proto::membership::View;
-use gradwire_proto::{Fault, FaultKind, Step};
+use gradwire_proto::{Epoch, Fault, FaultKind};
 
 use crate::broker::{Body, Record, Topic};
 use crate::event::{MS, Nanos, SECOND};
-use crate::plan::Members;
+use crate::mutation::Mutation;
+use crate::plan::Recovery;
 use crate::process::{Context, Identity, Incoming, Out, Program};
-use crate::report::{CommitRecord, Report, Version};
+use crate::report::{CommitRecord, ProcessId, Report};
 use control::{Control, News};
 use exchange::Exchange;
 pub(crate) use exchange::JOB;
-use trainer::{Finished, Trainer};
+use links::{Links, Mesh};
+use newcomer::Newcomer;
+use trainer::Trainer;
 
 /// Tokens of version records; those of control records are below.
 const COMMIT_TOKENS: u64 = 1 << 32;
+/// How long a rank that leaves gives the others what they still need, where a step is final when all have it.
+const FAREWELL_MAX: Nanos = 2 * SECOND;
 /// How long a rank that is through waits for what it said to be on record.
 const LAST_WORDS: Nanos = 4 * SECOND;
 /// How long one that failed does.
@@ -41,12 +45,15 @@ const LAST_WORDS_FAILED: Nanos = 200 * MS;
 
 #[derive(Debug)]
 enum Phase {
-    /// Waits for a view, or goes by one.
-    Going,
-    /// Failed in this epoch, and waits for the next one until then.
-    Waiting(Nanos, Fault),
-    /// Through with all steps: says goodbye.
-    Leaving(Nanos),
+    /// Waits for a view.
+    Joining,
+    /// Joins a running job: gets the state, and follows.
+    CatchingUp,
+    /// A member: opens its links.
+    Linking(Mesh),
+    Exchanging,
+    /// Through with all steps, or as far as it comes: says goodbye.
+    Leaving(Nanos, Result<(), Fault>),
     /// Has said that it left, or failed, and waits for the receipt.
     Ending(Nanos, Result<(), Fault>),
     Ended,
@@ -56,35 +63,37 @@ enum Phase {
 #[derive(Debug)]
 pub(crate) struct RankProgram {
     me: Identity,
+    /// By when it has to have joined.
+    deadline: Nanos,
     control: Control,
+    links: Links,
+    /// Of a process that joins a running job, until it takes part.
+    newcomer: Option<Newcomer>,
     exchange: Option<Exchange>,
     trainer: Option<Trainer>,
-    declarations: Vec<Declaration>,
     phase: Phase,
-    /// A view that this rank goes by only if it cannot end the last step without.
-    deferred: Option<View>,
     /// Version records without a receipt, with their tokens while they are on the way.
     commits: VecDeque<(Rc<CommitRecord>, Option<u64>)>,
     commit_tokens: u64,
     linked: bool,
-    finished: Vec<Finished>,
+    leaves: bool,
 }
 
 impl RankProgram {
     pub(crate) fn new(me: Identity, now: Nanos) -> Self {
-        let declarations = me.plan.tensors.iter().enumerate().map(|(at, tensor)| tensor.declaration(at)).collect();
         Self {
             control: Control::new(me.clone(), now),
+            deadline: now + me.plan.deadline_ns(),
             me,
+            links: Links::default(),
+            newcomer: None,
             exchange: None,
             trainer: None,
-            declarations,
-            phase: Phase::Going,
-            deferred: None,
+            phase: Phase::Joining,
             commits: VecDeque::new(),
             commit_tokens: COMMIT_TOKENS,
             linked: false,
-            finished: Vec::new(),
+            leaves: false,
         }
     }
 
@@ -93,6 +102,7 @@ impl RankProgram {
             Incoming::BrokerUp => {
                 self.linked = true;
                 self.control.link_opened();
+                self.control.say_ready_again(context);
                 self.commits.iter_mut().for_each(|(_, token)| *token = None);
             }
             Incoming::BrokerDown => {
@@ -100,7 +110,7 @@ impl RankProgram {
                 self.control.link_lost();
             }
             Incoming::Record { topic: Topic::Control, record, .. } => self.control.record(context.now, &record),
-            Incoming::Record { .. } => {}
+            Incoming::Record { .. } | Incoming::CaughtUp => {}
             Incoming::Receipt { token, .. } if token < COMMIT_TOKENS => self.control.receipt(token),
             Incoming::Receipt { token, .. } => {
                 let taken = self.commits.iter().position(|(_, sent)| *sent == Some(token));
@@ -108,187 +118,288 @@ impl RankProgram {
                     context.report(Report::Committed(record));
                 }
             }
-            other => {
+            Incoming::Leave => self.leaves = true,
+            Incoming::Hello { from, epoch, answer } => self.take_hello(context, from, epoch, answer),
+            Incoming::State { from, stream, frame } => self.take_state(context, from, stream, &frame),
+            Incoming::StateEnd { from, stream } => {
+                if let Some(newcomer) = &mut self.newcomer {
+                    newcomer.stream_ended(from, stream);
+                }
                 if let Some(exchange) = &mut self.exchange {
-                    exchange.handle(context, other);
+                    exchange.holder.release((from, stream));
                 }
             }
+            Incoming::Sent { .. } => self.hand_on(context, incoming),
+            Incoming::Down { from } => {
+                if let Some(newcomer) = &mut self.newcomer {
+                    newcomer.lose(from, "it is gone", true);
+                }
+                if let Some(exchange) = &mut self.exchange {
+                    exchange.holder.release_all_of(from);
+                }
+                self.take_linked(context, from, incoming);
+            }
+            Incoming::Message { from, .. } | Incoming::Asked { from, .. } | Incoming::Landed { from, .. } => {
+                self.take_linked(context, from, incoming);
+            }
+        }
+    }
+
+    fn take_linked(&mut self, context: &mut Context<'_>, from: ProcessId, incoming: Incoming) {
+        if let Some(incoming) = self.links.take(from, incoming) {
+            self.hand_on(context, incoming);
+        }
+    }
+
+    fn hand_on(&mut self, context: &mut Context<'_>, incoming: Incoming) {
+        if let Some(exchange) = &mut self.exchange {
+            exchange.handle(context, incoming);
+        }
+    }
+
+    /// Members of one epoch open links, from when they know of it.
+    fn take_hello(&mut self, context: &mut Context<'_>, from: ProcessId, epoch: Epoch, answer: bool) {
+        let listens = matches!(self.phase, Phase::Linking(_) | Phase::Exchanging | Phase::Leaving(..));
+        let view = self.control.view();
+        let is_member = self.links.is_member(view, from);
+        // Whoever answers has taken the link for open, whatever epoch it is by now.
+        if !listens || !is_member || !answer && view.epoch != epoch {
+            return;
+        }
+        self.links.open(from);
+        if !answer {
+            context.out.push(Out::Hello { to: from, epoch, answer: true });
+        }
+    }
+
+    fn take_state(&mut self, context: &mut Context<'_>, from: ProcessId, stream: u32, frame: &[u8]) {
+        let is_question = frame.get(3) == Some(&(FrameKind::Ask as u8));
+        match (&mut self.newcomer, &mut self.exchange) {
+            (_, Some(exchange)) if is_question => exchange.holder.handle_ask(context, (from, stream), frame),
+            (Some(newcomer), _) if !is_question => newcomer.take(context, from, stream, frame),
+            // It has no state to give away yet.
+            _ if is_question => context.out.push(Out::StateEnd { to: from, stream }),
+            _ => {}
         }
     }
 
     fn take_news(&mut self, context: &mut Context<'_>) {
         while let Some(news) = self.control.poll_news() {
-            match (&self.phase, news) {
+            match (&mut self.phase, news) {
                 (Phase::Ending(..) | Phase::Ended, _) => {}
-                // Through with all steps: the others go on without this rank.
-                (Phase::Leaving(_), News::View(_)) => self.end(context, Ok(())),
-                (Phase::Leaving(_), _) => {}
-                // Others are through and have left: what is left of the last step needs nothing of them.
-                (Phase::Going, News::View(view)) if self.is_last_step() && self.only_shrinks(&view) => {
-                    self.deferred = Some(view);
-                }
-                (_, News::View(view)) => self.begin_epoch(context, &view),
-                (_, News::Failed(fault)) => match &mut self.exchange {
-                    Some(exchange) => exchange.session.fail(fault),
-                    None => self.end(context, Err(fault)),
-                },
-                (_, News::Fault(fault)) => {
+                (_, News::View(view)) => self.take_view(context, view),
+                (Phase::Exchanging | Phase::Leaving(..), News::TooFew { left, needed }) => {
                     if let Some(exchange) = &mut self.exchange {
-                        exchange.session.fail(fault.clone());
-                        exchange.progress(context, &mut self.finished);
+                        let detail = format!("{left} ranks are left, and at least {needed} are needed to go on");
+                        exchange.give_up_step(context, &detail);
                     }
-                    self.fail_operations(context, &fault);
-                    self.end(context, Err(fault));
                 }
+                (_, News::TooFew { .. }) => {}
+                (Phase::Exchanging | Phase::Leaving(..), News::Removed(fault))
+                    if context.has(Mutation::IgnoreRemoval) =>
+                {
+                    self.ignore_removal(context, &fault);
+                }
+                (Phase::Exchanging | Phase::Leaving(..), News::Removed(fault) | News::Failed(fault)) => {
+                    if let Some(exchange) = &mut self.exchange {
+                        exchange.session.fail(fault);
+                        exchange.progress(context);
+                    }
+                }
+                (_, News::Refused(fault)) => {
+                    let unknown = fault.kind == FaultKind::DeadlineExceeded;
+                    self.end(context, Err(fault), unknown);
+                }
+                (_, News::Removed(fault) | News::Failed(fault)) => self.end(context, Err(fault), false),
             }
         }
     }
 
-    fn is_last_step(&self) -> bool {
-        let sound = self.exchange.as_ref().is_some_and(|exchange| exchange.failed.is_none());
-        sound && self.trainer.as_ref().is_some_and(|trainer| trainer.step + 1 == u64::from(self.me.plan.steps))
-    }
-
-    fn only_shrinks(&self, view: &View) -> bool {
-        let members = self.exchange.as_ref().map_or(&[][..], |exchange| &exchange.view.members);
-        view.members.iter().all(|member| members.iter().any(|known| known.id == member.id))
-    }
-
-    fn begin_epoch(&mut self, context: &mut Context<'_>, view: &View) {
-        let members: Rc<[(u32, _)]> = view.members.iter().map(|member| (member.rank.0, member.id)).collect();
-        context.report(Report::View { epoch: view.epoch, id: view.id, members });
-        self.deferred = None;
-        if let Some(exchange) = self.exchange.take() {
-            let detail = "the members changed while the operation was in flight: repeat the step";
-            self.fail_operations(context, &Fault::new(FaultKind::Cancelled, detail));
-            exchange.end(context);
-        }
-        let first = (context.first_step)(view);
-        let trainer = self.trainer.get_or_insert_with(|| Trainer::new(context, first));
-        trainer.begin(context, first);
-        self.exchange = Exchange::new(context, view, self.me.join, &self.declarations, Step(first));
-        self.phase = Phase::Going;
-        if first >= u64::from(context.plan.steps) {
-            self.leave(context);
+    /// A planted bug: a rank that others went on without takes its step for final.
+    fn ignore_removal(&mut self, context: &mut Context<'_>, fault: &Fault) {
+        if let (Some(exchange), Some(trainer)) = (&mut self.exchange, &mut self.trainer) {
+            if trainer.is_committing() {
+                exchange.session.commit();
+                exchange.end_commit();
+                exchange.hand_over_commit();
+                let _ = trainer.advance(context, exchange);
+            }
+            exchange.session.fail(fault.clone());
         }
     }
 
-    fn fail_operations(&mut self, context: &mut Context<'_>, fault: &Fault) {
-        if let Some(trainer) = &mut self.trainer {
+    fn take_view(&mut self, context: &mut Context<'_>, view: View) {
+        let now = context.now;
+        if let Some(newcomer) = &mut self.newcomer {
+            let became = newcomer.set_view(view.clone());
+            if became {
+                self.phase = Phase::Linking(Mesh::new(now, self.me.join, view, Some(&newcomer.before), self.deadline));
+                return;
+            }
+        }
+        match &mut self.phase {
+            Phase::Joining if view.member(self.me.join).is_some() => {
+                self.phase = Phase::Linking(Mesh::new(now, self.me.join, view, None, self.deadline));
+            }
+            Phase::Joining => {
+                self.newcomer = Some(Newcomer::new(self.me.clone(), now, view, self.deadline));
+                self.phase = Phase::CatchingUp;
+            }
+            Phase::Linking(mesh) => mesh.change(now, self.me.join, view),
+            Phase::Exchanging | Phase::Leaving(..) => {
+                if let Some(exchange) = &mut self.exchange {
+                    exchange.set_view(now, view);
+                }
+            }
+            Phase::CatchingUp | Phase::Ending(..) | Phase::Ended => {}
+        }
+    }
+
+    /// Goes on with joining, as far as that can be done now.
+    fn join(&mut self, context: &mut Context<'_>) {
+        if !matches!(self.phase, Phase::CatchingUp | Phase::Linking(_) | Phase::Exchanging) {
+            return;
+        }
+        if let Some(newcomer) = &mut self.newcomer {
+            match newcomer.advance(context) {
+                Ok(true) => self.control.ready(context),
+                Ok(false) => {}
+                Err(fault) => match self.exchange.take() {
+                    Some(mut exchange) => {
+                        self.leave(context, &mut exchange, Err(fault));
+                        self.exchange = Some(exchange);
+                    }
+                    None => return self.end(context, Err(fault), false),
+                },
+            }
+        }
+        let Phase::Linking(mesh) = &mut self.phase else { return };
+        match mesh.advance(context, &self.links) {
+            Ok(true) => {
+                let view = mesh.view.clone();
+                self.begin_exchange(context, &view);
+            }
+            Ok(false) => {}
+            // The others wait for links that will not come: they are told why.
+            Err(fault) => self.end(context, Err(fault), self.newcomer.is_none()),
+        }
+    }
+
+    fn begin_exchange(&mut self, context: &mut Context<'_>, view: &View) {
+        let declared = self.newcomer.as_ref().map(|newcomer| newcomer.outline.declared.clone());
+        let mut exchange = Exchange::new(context, &self.me, view, declared.as_deref());
+        let ranks: Vec<_> = view.members.iter().map(|member| member.rank).collect();
+        exchange.welcome(context, &mut self.links, &ranks);
+        if self.newcomer.is_none() {
+            context.report(Report::Linked);
+            self.trainer = Some(Trainer::new(context, None));
+        }
+        self.exchange = Some(exchange);
+        self.phase = Phase::Exchanging;
+    }
+
+    fn leave(&mut self, context: &mut Context<'_>, exchange: &mut Exchange, result: Result<(), Fault>) {
+        exchange.holder.close(context);
+        exchange.session.leave();
+        if let (Err(fault), Some(trainer)) = (&result, &mut self.trainer) {
             trainer.fail(context, fault);
         }
+        let fails = context.plan.recovery == Recovery::Fail;
+        let patience = if fails { context.plan.deadline_ns() } else { FAREWELL_MAX };
+        self.phase = Phase::Leaving(context.now + patience, result);
     }
 
-    fn leave(&mut self, context: &mut Context<'_>) {
-        if let Some(exchange) = &mut self.exchange {
-            exchange.session.leave();
+    /// Says its last words to the log, and ends when they are on record. `report`: the others have to know why.
+    fn end(&mut self, context: &mut Context<'_>, result: Result<(), Fault>, report: bool) {
+        if let Err(fault) = &result
+            && report
+            && fault.reporter.is_none()
+        {
+            self.control.failed(context, fault);
         }
-        self.phase = Phase::Leaving(context.now + context.plan.deadline_ns());
-    }
-
-    /// Says its last word to the log, and ends when that is on record.
-    fn end(&mut self, context: &mut Context<'_>, result: Result<(), Fault>) {
-        let patience = match &result {
-            Ok(()) => {
-                self.control.leave(context);
-                LAST_WORDS
-            }
-            Err(fault) => {
-                let own = fault.reporter.is_none();
-                if own && !matches!(fault.kind, FaultKind::Removed | FaultKind::WorldMismatch) {
-                    self.control.failed(context, fault);
-                }
-                LAST_WORDS_FAILED
-            }
-        };
+        self.control.leave(context);
+        let patience = if result.is_ok() { LAST_WORDS } else { LAST_WORDS_FAILED };
         self.phase = Phase::Ending(context.now + patience, result);
     }
 
-    /// The session failed.
-    fn handle_failure(&mut self, context: &mut Context<'_>, fault: &Fault) {
-        self.fail_operations(context, fault);
-        if context.plan.members == Members::Fixed {
-            self.end(context, Err(fault.clone()));
-            return;
-        }
-        if let Some(view) = self.deferred.take() {
-            self.begin_epoch(context, &view);
-            return;
-        }
-        let view = self.control.view().clone();
-        // Ranks of the session are the places in the view.
-        let blamed = fault.rank.and_then(|rank| view.members.get(rank.index())).map(|member| member.id);
-        let of_peer = matches!(
-            fault.kind,
-            FaultKind::RankDied
-                | FaultKind::NotOffered
-                | FaultKind::DeadlineExceeded
-                | FaultKind::IntegrityExhausted
-                | FaultKind::ProtocolViolation
-        );
-        if let Some(member) = blamed.filter(|member| *member != self.me.join && of_peer && fault.reporter.is_none()) {
-            self.control.suspect(context, member, &fault.detail);
-        }
-        self.phase = Phase::Waiting(context.now + context.plan.deadline_ns(), fault.clone());
-    }
-
+    /// Lets exchange and trainer do all that they can do now.
     fn exchange(&mut self, context: &mut Context<'_>) {
         let Some(mut exchange) = self.exchange.take() else { return };
-        let Some(mut trainer) = self.trainer.take() else { return };
-        if matches!(self.phase, Phase::Going) && exchange.prepared {
-            trainer.post(context, &mut exchange);
-        }
-        exchange.progress(context, &mut self.finished);
-        let mut step_done = None;
-        for finished in self.finished.drain(..) {
-            if trainer.finish(context, &exchange, finished) {
-                step_done = Some(trainer.version(&exchange));
+        loop {
+            exchange.progress(context);
+            let mut moved = exchange.try_enter(context, &mut self.links);
+            if matches!(self.phase, Phase::Exchanging) {
+                moved |= self.train(context, &mut exchange);
+            }
+            if !moved {
+                break;
             }
         }
-        if matches!(self.phase, Phase::Going) && exchange.prepared && self.declarations.is_empty() {
-            step_done = Some(trainer.version(&exchange));
+        for (member, fault) in std::mem::take(&mut exchange.epochs.lost) {
+            self.control.suspect(context, member, &fault.detail);
         }
-        if let Some(version) = step_done {
-            self.commit(context, &mut exchange, version);
-            trainer.begin(context, version.step.0 + 1);
-        }
-        let failed = exchange.failed.clone();
-        let through = trainer.step >= u64::from(context.plan.steps);
-        let farewell = exchange.farewell;
+        let (failed, farewell) = (exchange.failed.clone(), exchange.farewell);
         self.exchange = Some(exchange);
-        self.trainer = Some(trainer);
         match (&self.phase, failed) {
-            (Phase::Going, _) if through => {
-                self.leave(context);
-                self.exchange(context);
-            }
-            (Phase::Going, Some(fault)) => {
-                self.handle_failure(context, &fault);
-                // Perhaps there is another view already.
-                if matches!(self.phase, Phase::Going) {
-                    self.exchange(context);
+            (Phase::Exchanging, Some(fault)) => {
+                if let Some(trainer) = &mut self.trainer {
+                    trainer.fail(context, &fault);
                 }
+                let report = fault.kind != FaultKind::Removed;
+                self.end(context, Err(fault), report);
             }
-            (Phase::Leaving(_), Some(_)) => self.end(context, Ok(())),
-            (Phase::Leaving(_), None) if farewell => self.end(context, Ok(())),
+            (Phase::Leaving(_, result), failed) if failed.is_some() || farewell => {
+                let result = result.clone();
+                self.end(context, result, false);
+            }
             _ => {}
         }
     }
 
-    fn commit(&mut self, context: &mut Context<'_>, exchange: &mut Exchange, version: Version) {
-        let crcs = exchange.commit();
-        context.report(Report::StepDone { version });
-        context.out.push(Out::Store { step: version.step.0 + 1 });
-        let record = CommitRecord { id: context.unique(), version, owner: self.me.place, crcs };
-        self.commits.push_back((Rc::new(record), None));
-        context.report(Report::Load {
-            rank: exchange.me().0,
-            members: exchange.peers.len(),
-            queued: exchange.session.backlog() + self.commits.len(),
-            regions: context.memory.regions(),
-            bytes: context.memory.bytes_in_use(),
-            remembered: self.control.remembered(),
-        });
+    /// Returns whether the exchange may have something to do.
+    fn train(&mut self, context: &mut Context<'_>, exchange: &mut Exchange) -> bool {
+        let Some(trainer) = &mut self.trainer else { return self.arrive(context, exchange) };
+        trainer.leaves = self.leaves;
+        let advanced = trainer.advance(context, exchange);
+        for record in std::mem::take(&mut trainer.records) {
+            self.commits.push_back((Rc::new(record), None));
+            // What an earlier epoch left is there until all are through with it.
+            if exchange.memory.old_rounds.is_empty() {
+                context.report(Report::Load {
+                    seat: exchange.view.members.iter().take_while(|member| member.rank != exchange.me()).count(),
+                    members: exchange.view.members.len(),
+                    queued: exchange.session.backlog() + self.commits.len() + exchange.holder.steps_kept(),
+                    regions: context.memory.regions(),
+                    bytes: context.memory.bytes_in_use(),
+                    remembered: self.control.remembered(),
+                });
+            }
+        }
+        let through = trainer.is_through();
+        match advanced {
+            Ok(moved) if !through => return moved,
+            Ok(_) => self.leave(context, exchange, Ok(())),
+            Err(fault) => self.leave(context, exchange, Err(fault)),
+        }
+        true
+    }
+
+    /// A newcomer that knows where the others are applies what it lacks, and begins to train.
+    fn arrive(&mut self, context: &mut Context<'_>, exchange: &mut Exchange) -> bool {
+        exchange.outcomes.clear();
+        let Some(newcomer) = self.newcomer.as_mut().filter(|_| exchange.failed.is_none()) else { return false };
+        if exchange.session.is_syncing() {
+            return false;
+        }
+        let commits = exchange.session.commits();
+        newcomer.follow_to(commits);
+        if !newcomer.has_arrived() {
+            return false;
+        }
+        newcomer.end_streams(context);
+        context.report(Report::Joined { commits });
+        self.trainer = self.newcomer.take().map(|newcomer| Trainer::new(context, Some((newcomer.state, commits))));
+        true
     }
 
     /// Hands to the broker what waits for it.
@@ -310,11 +421,10 @@ impl RankProgram {
     fn check_phase(&mut self, context: &mut Context<'_>) {
         let now = context.now;
         match &self.phase {
-            Phase::Waiting(until, fault) if *until <= now => {
-                let fault = fault.clone();
-                self.end(context, Err(fault));
+            Phase::Leaving(until, result) if *until <= now => {
+                let result = result.clone();
+                self.end(context, result, false);
             }
-            Phase::Leaving(until) if *until <= now => self.end(context, Ok(())),
             Phase::Ending(until, result) => {
                 let recorded = self.commits.is_empty();
                 let said = self.control.is_said() && (recorded || result.is_err());
@@ -343,29 +453,28 @@ impl Program for RankProgram {
         }
         self.control.handle_timeout(context);
         self.take_news(context);
+        self.join(context);
         self.exchange(context);
+        // Perhaps a newcomer was told where the others are.
+        self.join(context);
         self.publish(context);
         self.check_phase(context);
         self.publish(context);
         let phase = match &self.phase {
             Phase::Ended => return None,
-            Phase::Waiting(until, _) | Phase::Leaving(until) | Phase::Ending(until, _) => Some(*until),
-            Phase::Going => None,
+            Phase::Leaving(until, _) | Phase::Ending(until, _) => Some(*until),
+            Phase::Linking(mesh) => Some(mesh.poll_timeout()),
+            Phase::Joining | Phase::CatchingUp | Phase::Exchanging => None,
         };
-        let exchange = self.exchange.as_ref();
-        let trainer = self.trainer.as_ref().filter(|_| exchange.is_some_and(|exchange| exchange.prepared));
-        let posting = trainer.filter(|_| matches!(self.phase, Phase::Going)).and_then(Trainer::next_at);
-        [self.control.poll_timeout(), exchange.and_then(Exchange::poll_timeout), posting, phase]
-            .into_iter()
-            .flatten()
-            .min()
+        let going = matches!(self.phase, Phase::CatchingUp | Phase::Linking(_) | Phase::Exchanging);
+        let newcomer = self.newcomer.as_ref().filter(|_| going).map(Newcomer::poll_timeout);
+        let exchange = self.exchange.as_ref().and_then(Exchange::poll_timeout);
+        let exchanging = matches!(self.phase, Phase::Exchanging);
+        let trainer = self.trainer.as_ref().filter(|_| exchanging).and_then(Trainer::next_at);
+        [self.control.poll_timeout(), newcomer, exchange, trainer, phase].into_iter().flatten().min()
     }
 
     fn has_ended(&self) -> bool {
         matches!(self.phase, Phase::Ended)
-    }
-
-    fn next_step(&self) -> Option<u64> {
-        self.trainer.as_ref().map(|trainer| trainer.step).or(self.me.stored)
     }
 }

@@ -44,7 +44,7 @@ impl Exchange {
     fn expected_target(&self, peer: Rank, header: &FrameHeader) -> Option<Location> {
         let layout = self.session.plan();
         if header.kind == FrameKind::Contribution {
-            let landing = self.memory.landings[peer.index()]?;
+            let landing = self.memory.landing(header.bucket, peer.index())?;
             let offset = self.memory.landing_offset(layout, header.unit_first);
             return Some(Location { region: landing, offset });
         }
@@ -74,7 +74,7 @@ impl Exchange {
         let landed = start..start + header.payload_len as usize;
         let mut used = (target.region, landed.clone());
         if header.kind == FrameKind::Contribution
-            && let Some(checked) = self.memory.checked[peer.index()]
+            && let Some(checked) = self.memory.checked(header.bucket, peer.index())
             && checked != target.region
         {
             context.memory.copy((target.region, landed), (checked, start));
@@ -104,7 +104,7 @@ impl Exchange {
             self.session.fail(Fault::violation(peer, "data that is to be read in place over a link that cannot"));
             return;
         }
-        let nowhere = (self.memory.results, 0..0);
+        let nowhere = (self.memory.round(header.bucket).results, 0..0);
         self.apply(context, peer, header, 0, nowhere);
     }
 

@@ -6,6 +6,7 @@ use gradwire_proto::session::{Data, Transmit, Work};
 use gradwire_proto::{Fault, FaultKind, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
+use super::holder::Made;
 use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::process::{Context, Out};
@@ -41,13 +42,16 @@ impl Exchange {
         let slot = self.slots[plan.tensor.index()];
         let output_key = slot.output.ok_or_else(no_memory)?;
 
-        let mut results = context.memory.take(self.memory.results);
+        let results_key = self.memory.round(plan.bucket).results;
+        let mut results = context.memory.take(results_key);
         let mut output = context.memory.take(output_key);
         let own: Option<&[u8]> = slot.input.map(|input| &context.memory.get(input)[native.clone()]);
         let order = self.order(context, plan.bucket.index(), unit);
         let contribution = |rank: usize| -> &[u8] {
-            let part =
-                self.memory.checked[rank].and_then(|key| context.memory.part(key, landed_at..landed_at + wire_len));
+            let part = self
+                .memory
+                .checked(plan.bucket, rank)
+                .and_then(|key| context.memory.part(key, landed_at..landed_at + wire_len));
             part.unwrap_or(&[])
         };
         // A planted bug moves this rank's own contribution too: it has to be out of the way of the result.
@@ -61,18 +65,23 @@ impl Exchange {
         let contributors = order.len() as u32;
         let reduction = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors);
         let summary = reduction.and_then(|reduction| reduction.run(inputs, outputs));
-        let crc = crc32(if bucket.direct { &output[native] } else { &results[staged] });
-        context.memory.put(self.memory.results, results);
+        let sent = if bucket.direct { &output[native] } else { &results[staged] };
+        let crc = crc32(sent);
+        if self.holder.journals() && !sent.is_empty() {
+            let (tensor, at, elements) = (plan.tensor, plan.in_tensor, plan.elements);
+            let made = Made { tensor, at, elements, wire: bucket.wire, bytes: sent.to_vec() };
+            self.holder.keep(self.session.commits(), self.session.config().epoch, made);
+        }
+        context.memory.put(results_key, results);
         context.memory.put(output_key, output);
-        self.crcs[unit.index()] = crc;
-        self.dirty.push(unit.0);
+        self.memory.set_crc(unit, crc);
         self.memory.buckets[plan.bucket.index()].arrival.retain(|(other, _)| *other != unit.0);
         Ok(summary?.nonfinite)
     }
 
     /// The ranks in the order in which their contributions are added: each once, ascending.
     fn order(&self, context: &Context<'_>, bucket: usize, unit: UnitIndex) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.peers.len()).collect();
+        let mut order: Vec<usize> = self.session.members().iter().map(|rank| rank.index()).collect();
         if context.has(Mutation::ArrivalOrder) {
             let arrival = self.memory.buckets[bucket].arrival.iter().filter(|(other, _)| *other == unit.0);
             order = arrival.map(|(_, rank)| *rank as usize).collect();
@@ -93,19 +102,20 @@ impl Exchange {
         let wire = bucket.wire_bytes(plan.in_bucket)..bucket.wire_bytes(plan.in_bucket + u64::from(plan.elements));
         let staged = local(&wire, self.memory.buckets[plan.bucket.index()].staged_at);
         let output_key = self.slots[plan.tensor.index()].output.ok_or_else(no_memory)?;
-        self.dirty.push(unit.0);
         if bucket.direct {
             let data = &context.memory.get(output_key)[native];
-            self.crcs[unit.index()] = crc32(data);
-            return has_nonfinite(bucket.dtype, data);
+            let nonfinite = has_nonfinite(bucket.dtype, data);
+            self.memory.set_crc(unit, crc32(data));
+            return nonfinite;
         }
-        let mut results = context.memory.take(self.memory.results);
+        let results_key = self.memory.round(plan.bucket).results;
+        let mut results = context.memory.take(results_key);
         let packed = &mut results[staged];
         let data = &mut context.memory.get_mut(output_key)[native];
         let nonfinite = pack(bucket.dtype, bucket.wire, data, packed)
             .and_then(|()| unpack(bucket.wire, bucket.dtype, packed, data));
-        self.crcs[unit.index()] = crc32(packed);
-        context.memory.put(self.memory.results, results);
+        self.memory.set_crc(unit, crc32(packed));
+        context.memory.put(results_key, results);
         nonfinite
     }
 
@@ -134,7 +144,7 @@ impl Exchange {
         let range = local(&run, base);
         header.flags |= FLAG_CHECKED;
         header.payload_crc = if result && transmit.unit_count == 1 {
-            self.crcs[transmit.unit_first.index()]
+            self.memory.crcs[transmit.unit_first.index()]
         } else {
             crc_of(context, source, range.clone())
         };
@@ -158,7 +168,8 @@ impl Exchange {
         let layout = self.session.plan();
         let bucket = layout.bucket(transmit.bucket);
         let base = self.memory.buckets[transmit.bucket.index()].staged_at;
-        let mut staging = context.memory.take(self.memory.contributions);
+        let key = self.memory.round(transmit.bucket).contributions;
+        let mut staging = context.memory.take(key);
         let mut packed = Ok(());
         for index in transmit.unit_first.0..transmit.unit_first.0 + transmit.unit_count {
             let unit = layout.unit(UnitIndex(index));
@@ -170,7 +181,7 @@ impl Exchange {
             let source = &context.memory.get(source)[native];
             packed = packed.and_then(|()| pack(bucket.dtype, bucket.wire, source, &mut staging[staged]));
         }
-        context.memory.put(self.memory.contributions, staging);
+        context.memory.put(key, staging);
         packed
     }
 
@@ -180,7 +191,8 @@ impl Exchange {
         let layout = self.session.plan();
         if !layout.bucket(transmit.bucket).direct {
             let base = self.memory.buckets[transmit.bucket.index()].staged_at;
-            return Ok((if result { self.memory.results } else { self.memory.contributions }, base));
+            let round = self.memory.round(transmit.bucket);
+            return Ok((if result { round.results } else { round.contributions }, base));
         }
         let slot = self.slots[layout.unit(transmit.unit_first).tensor.index()];
         let key = if result { slot.output } else { slot.input.or(slot.output) };
@@ -195,7 +207,8 @@ impl Exchange {
             return beyond(memory.contribution_at[transmit.peer.index()], run_start);
         }
         let offset = self.memory.landing_offset(self.session.plan(), transmit.unit_first);
-        beyond(self.session.landing(transmit.peer, 0), offset)
+        let round = self.memory.buckets[transmit.bucket.index()].round as u32;
+        beyond(self.session.landing(transmit.peer, round), offset)
     }
 }
 

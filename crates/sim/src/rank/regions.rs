@@ -1,5 +1,6 @@
 //! Memory of an exchange: staging, landing places, and where in them things are.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use gradwire_codec::crc32;
@@ -15,19 +16,33 @@ use crate::process::Context;
 const ALIGNMENT: u64 = 64;
 
 /// Memory of the exchange itself.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Regions {
+    pub(super) rounds: Vec<RoundMemory>,
+    pub(super) buckets: Vec<BucketMemory>,
+    /// By unit: the checksum of the last result of those that this rank owns.
+    pub(super) crcs: Vec<u32>,
+    /// Units that this rank reduced since the last commit.
+    pub(super) dirty: BTreeSet<u32>,
+    /// Of earlier epochs: what is still read or written, and by how many writes.
+    pub(super) old_rounds: Vec<RoundMemory>,
+    pub(super) old_writes_in_flight: u32,
+}
+
+/// Memory of the buckets of one declaration round.
+#[derive(Debug)]
+pub(super) struct RoundMemory {
     pub(super) contributions: RegionKey,
     pub(super) results: RegionKey,
     /// By rank: where its contributions land.
-    pub(super) landings: Vec<Option<RegionKey>>,
+    landings: Vec<Option<RegionKey>>,
     /// By rank: what of them was checked and is used. Over links that ask, the same as `landings`.
-    pub(super) checked: Vec<Option<RegionKey>>,
-    pub(super) buckets: Vec<BucketMemory>,
+    checked: Vec<Option<RegionKey>>,
 }
 
 #[derive(Debug)]
 pub(super) struct BucketMemory {
+    pub(super) round: usize,
     pub(super) staged_at: u64,
     landing_at: Vec<u64>,
     /// By peer: where the bucket is in its memory.
@@ -38,12 +53,14 @@ pub(super) struct BucketMemory {
 }
 
 impl Exchange {
-    /// Allocates what the agreed declarations need.
-    pub(super) fn lay_out(&mut self, context: &mut Context<'_>) {
+    /// Allocates what the buckets from `first` on need.
+    pub(super) fn add_round(&mut self, context: &mut Context<'_>, first: usize) {
         let (layout, me) = (self.session.plan(), self.session.config().rank);
         let world = layout.ranks();
+        let round = self.memory.rounds.len();
+        self.memory.buckets.truncate(first);
         let (mut staged, mut landing) = (0, vec![0; world]);
-        for bucket in &layout.buckets {
+        for bucket in &layout.buckets[first..] {
             let landing_at = landing.clone();
             if bucket.contributes() {
                 for owner in layout.members.iter() {
@@ -51,6 +68,7 @@ impl Exchange {
                 }
             }
             self.memory.buckets.push(BucketMemory {
+                round,
                 staged_at: staged,
                 landing_at,
                 contribution_at: vec![Location::default(); world],
@@ -61,24 +79,76 @@ impl Exchange {
                 staged += bucket.wire_bytes(bucket.elements).next_multiple_of(ALIGNMENT);
             }
         }
-        self.crcs = vec![0; layout.units.len()];
-        for key in [self.memory.contributions, self.memory.results] {
-            context.memory.free(key);
-        }
-        self.memory.contributions = context.memory.allocate(staged as usize);
-        self.memory.results = context.memory.allocate(staged as usize);
-        for rank in (0..world).filter(|rank| *rank != me.index() && landing[me.index()] > 0) {
+        self.memory.crcs.resize(layout.units.len(), 0);
+        let mut memory = RoundMemory {
+            contributions: context.memory.allocate(staged as usize),
+            results: context.memory.allocate(staged as usize),
+            landings: vec![None; world],
+            checked: vec![None; world],
+        };
+        for rank in layout.members.iter().filter(|rank| **rank != me && landing[me.index()] > 0) {
             let bytes = landing[me.index()] as usize;
             let landed = context.memory.allocate(bytes);
-            self.memory.landings[rank] = Some(landed);
+            memory.landings[rank.index()] = Some(landed);
             // What a peer can write to at any time must not be what is used.
             let copied = self.links == Links::OneSided && !context.has(Mutation::FreeSlotEarly);
-            self.memory.checked[rank] = Some(if copied { context.memory.allocate(bytes) } else { landed });
+            memory.checked[rank.index()] = Some(if copied { context.memory.allocate(bytes) } else { landed });
         }
+        self.memory.rounds.push(memory);
+    }
+
+    /// By rank: where contributions to the latest round are to be written.
+    pub(super) fn landings(&self) -> Vec<Location> {
+        let of = |key: &Option<RegionKey>| key.map_or(Location::default(), |region| Location { region, offset: 0 });
+        self.memory.rounds.last().map_or(Vec::new(), |round| round.landings.iter().map(of).collect())
     }
 }
 
 impl Regions {
+    /// Makes room for the layout of another epoch. What is there stays until nothing reads or writes it any more.
+    pub(super) fn set_aside(&mut self) {
+        self.old_writes_in_flight += self.buckets.iter().map(|bucket| bucket.writes_in_flight).sum::<u32>();
+        self.old_rounds.append(&mut self.rounds);
+        self.buckets.clear();
+        self.crcs.clear();
+        self.dirty.clear();
+    }
+
+    /// Frees what was set aside.
+    pub(super) fn free_old(&mut self, context: &mut Context<'_>) {
+        let leaks = context.has(Mutation::LeakEpoch);
+        for round in self.old_rounds.drain(..).filter(|_| !leaks) {
+            let RoundMemory { contributions, results, landings, checked } = round;
+            for key in [contributions, results].into_iter().chain(landings.into_iter().chain(checked).flatten()) {
+                context.memory.free(key);
+            }
+        }
+    }
+
+    pub(super) fn set_crc(&mut self, unit: UnitIndex, crc: u32) {
+        self.crcs[unit.index()] = crc;
+        self.dirty.insert(unit.0);
+    }
+
+    /// Units that were reduced since the last time, and their checksums.
+    pub(super) fn take_checksums(&mut self) -> Vec<(u32, u32)> {
+        let dirty = std::mem::take(&mut self.dirty);
+        dirty.into_iter().map(|unit| (unit, self.crcs[unit as usize])).collect()
+    }
+
+    pub(super) fn round(&self, bucket: BucketId) -> &RoundMemory {
+        &self.rounds[self.buckets[bucket.index()].round]
+    }
+
+    /// Where a rank's contributions to a bucket land, and where what was checked of them is.
+    pub(super) fn landing(&self, bucket: BucketId, rank: usize) -> Option<RegionKey> {
+        self.round(bucket).landings.get(rank).copied().flatten()
+    }
+
+    pub(super) fn checked(&self, bucket: BucketId, rank: usize) -> Option<RegionKey> {
+        self.round(bucket).checked.get(rank).copied().flatten()
+    }
+
     /// Where the run begins in the landing memory that its owner keeps for a contributor.
     pub(super) fn landing_offset(&self, layout: &Layout, first: UnitIndex) -> u64 {
         let unit = layout.unit(first);
@@ -87,7 +157,7 @@ impl Regions {
 
     /// Where results of a bucket are put by peers, if not into its tensor.
     pub(super) fn staged(&self, bucket: BucketId) -> Location {
-        Location { region: self.results, offset: self.buckets[bucket.index()].staged_at }
+        Location { region: self.round(bucket).results, offset: self.buckets[bucket.index()].staged_at }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Processes and the broker: links that come and go, and what travels over them.
 
-use super::{Event, World};
+use super::World;
 use crate::broker::{Body, Broker, Record, Topic};
 use crate::event::{MS, Nanos, US};
 use crate::mutation::Mutation;
@@ -91,19 +91,19 @@ impl World<'_> {
     pub(super) fn append(&mut self, process: ProcessId, topic: Topic, token: u64, record: Record) {
         let Some(link) = self.link(process) else { return };
         let at = self.up_at(process);
-        self.queue.plan(at, Event::Broker(BrokerEvent::Append { process, link, topic, token, record }));
+        self.queue.plan(at, BrokerEvent::Append { process, link, topic, token, record }.into());
     }
 
     pub(super) fn subscribe(&mut self, process: ProcessId) {
         let Some(link) = self.link(process) else { return };
         let at = self.up_at(process);
-        self.queue.plan(at, Event::Broker(BrokerEvent::Subscribe { process, link }));
+        self.queue.plan(at, BrokerEvent::Subscribe { process, link }.into());
     }
 
     pub(super) fn settle(&mut self, process: ProcessId, place: usize, back: bool) {
         let Some(link) = self.link(process) else { return };
         let at = self.up_at(process);
-        self.queue.plan(at, Event::Broker(BrokerEvent::Settle { process, link, place, back }));
+        self.queue.plan(at, BrokerEvent::Settle { process, link, place, back }.into());
     }
 
     pub(super) fn happen_at_broker(&mut self, event: BrokerEvent) {
@@ -177,7 +177,7 @@ impl World<'_> {
         }
         if self.brokerage.broker.down_until > self.now {
             let again = self.now + CALL_AGAIN + self.trip();
-            self.queue.plan(again, Event::Broker(BrokerEvent::Connect { process }));
+            self.queue.plan(again, BrokerEvent::Connect { process }.into());
             return;
         }
         let link = self.brokerage.broker.connect(process);
@@ -188,11 +188,11 @@ impl World<'_> {
             // What is not stored yet comes to all readers when it is.
             for place in 0..self.brokerage.broker.stored(topic) {
                 let at = self.down_at(process);
-                self.queue.plan(at, Event::Broker(BrokerEvent::Deliver { process, link, topic, place }));
+                self.queue.plan(at, BrokerEvent::Deliver { process, link, topic, place }.into());
             }
         }
         let at = self.down_at(process);
-        self.queue.plan(at, Event::Broker(BrokerEvent::CaughtUp { process, link }));
+        self.queue.plan(at, BrokerEvent::CaughtUp { process, link }.into());
     }
 
     fn take_record(&mut self, process: ProcessId, link: u64, topic: Topic, token: u64, record: Record) {
@@ -209,7 +209,7 @@ impl World<'_> {
         let restarts = self.brokerage.restarts;
         let stored = self.brokerage.stored_at.max(self.now + STORING + self.brokerage.slow);
         self.brokerage.stored_at = stored;
-        self.queue.plan(stored, Event::Broker(BrokerEvent::Store { process, link, restarts, topic, place, token }));
+        self.queue.plan(stored, BrokerEvent::Store { process, link, restarts, topic, place, token }.into());
     }
 
     /// To everybody who reads, and now and then twice.
@@ -220,7 +220,7 @@ impl World<'_> {
             let times = 1 + usize::from(draws.strikes(self.brokerage.twice));
             for _ in 0..times {
                 let at = self.down_at(process);
-                self.queue.plan(at, Event::Broker(BrokerEvent::Deliver { process, link, topic, place }));
+                self.queue.plan(at, BrokerEvent::Deliver { process, link, topic, place }.into());
             }
         }
     }
@@ -230,14 +230,14 @@ impl World<'_> {
         for (process, place) in self.brokerage.broker.hand_out() {
             let Some(link) = self.link(process) else { continue };
             let at = self.down_at(process);
-            self.queue.plan(at, Event::Broker(BrokerEvent::Deliver { process, link, topic: Topic::Updates, place }));
+            self.queue.plan(at, BrokerEvent::Deliver { process, link, topic: Topic::Updates, place }.into());
         }
     }
 
     fn give_receipt(&mut self, process: ProcessId, link: u64, token: u64, place: usize) {
         if self.link(process) == Some(link) {
             let at = self.down_at(process);
-            self.queue.plan(at, Event::Broker(BrokerEvent::Receipt { process, link, token, place }));
+            self.queue.plan(at, BrokerEvent::Receipt { process, link, token, place }.into());
         }
     }
 
@@ -251,7 +251,7 @@ impl World<'_> {
         self.hand_out();
         self.hand(process, Incoming::BrokerDown);
         let again = self.now + self.trip();
-        self.queue.plan(again, Event::Broker(BrokerEvent::Connect { process }));
+        self.queue.plan(again, BrokerEvent::Connect { process }.into());
     }
 
     pub(super) fn broker_down(&mut self, until: Nanos, restart: bool) {

@@ -4,6 +4,7 @@ use super::{BrokerEvent, Event, World};
 use crate::event::US;
 use crate::network::Item;
 use crate::plan::Fault;
+use crate::process::Incoming;
 use crate::report::{ProcessId, Report};
 
 impl World<'_> {
@@ -37,6 +38,16 @@ impl World<'_> {
                 }
             }
             Fault::Crash { rank, back_us, disk, silent } => self.crash(rank, back_us, disk, silent),
+            Fault::Leave { rank } => {
+                if let Some(process) = self.at(rank) {
+                    self.hand(process, Incoming::Leave);
+                }
+            }
+            Fault::Join { rank } => {
+                if (rank as usize) < self.places.len() && self.at(rank).is_none() {
+                    self.start_at(self.now, rank);
+                }
+            }
             Fault::Replace { rank } => {
                 if self.at(rank).is_some() {
                     self.start_at(self.now, rank);
@@ -50,11 +61,11 @@ impl World<'_> {
             }
             Fault::BrokerSlow { for_us, by_us } => {
                 self.brokerage.slow += by_us * US;
-                self.queue.plan(self.now + for_us * US, Event::Broker(BrokerEvent::Quicker { by: by_us * US }));
+                self.queue.plan(self.now + for_us * US, BrokerEvent::Quicker { by: by_us * US }.into());
             }
             Fault::BrokerTwice { for_us, odds } => {
                 self.brokerage.twice += odds;
-                self.queue.plan(self.now + for_us * US, Event::Broker(BrokerEvent::Once { odds }));
+                self.queue.plan(self.now + for_us * US, BrokerEvent::Once { odds }.into());
             }
         }
     }

@@ -37,13 +37,14 @@ impl World<'_> {
         self.note_arrival(from, to, &item);
         if !self.is_running(to) {
             // Whoever calls a process that is no more finds nobody, unless its machine is gone too.
-            if matches!(item, Item::Hello { .. }) && !self.is_silent(to) && self.is_running(from) {
+            let called = matches!(item, Item::Hello { .. } | Item::State { .. });
+            if called && !self.is_silent(to) && self.is_running(from) {
                 self.send(to, from, Item::Down);
             }
             return;
         }
         let incoming = match item {
-            Item::Hello { view, answer } => Incoming::Hello { from, view, answer },
+            Item::Hello { epoch, answer } => Incoming::Hello { from, epoch, answer },
             Item::Message(bytes) => Incoming::Message { from, bytes },
             Item::Write(write) if self.plan.links == Links::Asked => Incoming::Asked { from, write },
             Item::Write(write) => {
@@ -53,6 +54,8 @@ impl World<'_> {
                 Incoming::Landed { from, immediate, target, bytes: bytes.len() }
             }
             Item::Down => Incoming::Down { from },
+            Item::State { stream, frame } => Incoming::State { from, stream, frame },
+            Item::StateEnd { stream } => Incoming::StateEnd { from, stream },
         };
         self.hand(to, incoming);
     }
@@ -69,12 +72,8 @@ impl World<'_> {
     fn note_arrival(&mut self, from: ProcessId, to: ProcessId, item: &Item) {
         let (now, names) = (self.now, (from, to));
         match item {
-            Item::Hello { view, answer } => {
-                self.trace.note(
-                    now,
-                    (3u8, names, view, answer),
-                    format_args!("p{}>p{} hello {}", from.0, to.0, view.0),
-                );
+            Item::Hello { epoch, answer } => {
+                self.trace.note(now, (3u8, names, epoch, answer), format_args!("p{}>p{} hello {epoch}", from.0, to.0));
             }
             Item::Message(bytes) => {
                 let line = format_args!("p{}>p{} {}", from.0, to.0, Frame(bytes, bytes.len()));
@@ -85,6 +84,14 @@ impl World<'_> {
                 self.trace.note(now, (5u8, names, write.immediate, write.bytes.len()), line);
             }
             Item::Down => self.trace.note(now, (6u8, names), format_args!("p{}>p{} ends", from.0, to.0)),
+            Item::State { stream, frame } => {
+                let line = format_args!("p{}>p{} stream {stream}: {}", from.0, to.0, Frame(frame, frame.len()));
+                self.trace.note(now, (11u8, names, stream, frame), line);
+            }
+            Item::StateEnd { stream } => {
+                let line = format_args!("p{}>p{} stream {stream} ends", from.0, to.0);
+                self.trace.note(now, (12u8, names, stream), line);
+            }
         }
     }
 }

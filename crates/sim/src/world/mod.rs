@@ -4,14 +4,12 @@ mod brokerage;
 mod faults;
 mod links;
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
 use gradwire_proto::RegionKey;
 use gradwire_proto::frame::Location;
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
-use gradwire_proto::membership::{RecordId, View};
 
 use crate::broker::Broker;
 use crate::event::{Nanos, Queue, SECOND, US};
@@ -68,7 +66,14 @@ enum Event {
         process: ProcessId,
         step: u64,
     },
-    Broker(BrokerEvent),
+    Broker(Box<BrokerEvent>),
+}
+
+impl From<BrokerEvent> for Event {
+    /// Kept small: there are very many events, and they are moved around all the time.
+    fn from(event: BrokerEvent) -> Self {
+        Self::Broker(Box::new(event))
+    }
 }
 
 /// A write that waits for its departure.
@@ -122,11 +127,6 @@ pub(crate) struct World<'a> {
     /// Processes that are still to be started, and those that run.
     starts: usize,
     running: usize,
-    joins: BTreeMap<RecordId, ProcessId>,
-    /// By process: the step that it is at.
-    next_steps: Vec<Option<u64>>,
-    /// By view: what its members begin with.
-    first_steps: BTreeMap<RecordId, u64>,
     observer: &'a mut dyn Observer,
     trace: Trace,
     arrivals: Vec<(Nanos, Item)>,
@@ -157,15 +157,12 @@ impl<'a> World<'a> {
             disks: vec![None; places],
             starts: 0,
             running: 0,
-            joins: BTreeMap::new(),
-            next_steps: Vec::new(),
-            first_steps: BTreeMap::new(),
             observer,
             trace: Trace::new(text),
             arrivals: Vec::new(),
             plan,
         };
-        for place in 0..places as u32 {
+        for place in 0..world.plan.places_at_start() {
             world.start_at(mix(world.plan.seed, &[u64::from(place), 11]) % (300 * US), place);
         }
         for (index, timed) in world.plan.faults.iter().enumerate() {
@@ -216,7 +213,7 @@ impl<'a> World<'a> {
                     self.disks[state.identity.place as usize] = Some(step);
                 }
             }
-            Event::Broker(event) => self.happen_at_broker(event),
+            Event::Broker(event) => self.happen_at_broker(*event),
         }
     }
 
@@ -252,16 +249,14 @@ impl<'a> World<'a> {
             ids: 0,
             writes: 0,
         });
-        self.next_steps.push(stored);
         // The machine is up again, and knows nothing of its old links.
         if let Some(before) = self.places[place as usize].replace(process).filter(|before| self.is_silent(*before)) {
             self.processes[before.index()].silent = false;
             self.end_links(before);
         }
-        self.joins.insert(join, process);
         self.brokerage.add(process);
         self.report(process, &Report::Started { place });
-        self.queue.plan(self.now + 100 * US, Event::Broker(BrokerEvent::Connect { process }));
+        self.queue.plan(self.now + 100 * US, BrokerEvent::Connect { process }.into());
         self.turn_by(process, self.now);
     }
 
@@ -314,8 +309,6 @@ impl<'a> World<'a> {
         let mut inbox = std::mem::take(&mut state.inbox);
         let count = inbox.len();
         let mut out = Vec::new();
-        let joins = &self.joins;
-        let (first_steps, next_steps, broker) = (&mut self.first_steps, &self.next_steps, &self.brokerage.broker);
         let mut context = Context {
             now,
             process,
@@ -323,10 +316,6 @@ impl<'a> World<'a> {
             mutation: self.mutation,
             memory: &mut state.memory,
             out: &mut out,
-            directory: &|join| joins.get(&join).copied(),
-            first_step: &mut |view| {
-                *first_steps.entry(view.id).or_insert_with(|| first_step(view, joins, next_steps, broker))
-            },
             ids: &mut state.ids,
         };
         let next = program.run(&mut context, &mut inbox);
@@ -334,7 +323,6 @@ impl<'a> World<'a> {
         let cost = TURN + EACH * count as u64 + state.slow * u64::from(count > 0 || !out.is_empty());
         state.busy_until = now + cost;
         state.inbox = inbox;
-        self.next_steps[process.index()] = program.next_step();
         let ended = program.has_ended();
         state.program = Some(program);
         self.trace.note(
@@ -355,7 +343,10 @@ impl<'a> World<'a> {
 
     fn give(&mut self, process: ProcessId, out: Out) {
         match out {
-            Out::Hello { to, view, answer } => self.send(process, to, Item::Hello { view, answer }),
+            Out::Hello { to, epoch, answer } => self.send(process, to, Item::Hello { epoch, answer }),
+            Out::Down { to } => self.send(process, to, Item::Down),
+            Out::State { to, stream, frame } => self.send(process, to, Item::State { stream, frame }),
+            Out::StateEnd { to, stream } => self.send(process, to, Item::StateEnd { stream }),
             Out::Message { to, bytes } => self.send(process, to, Item::Message(bytes)),
             Out::Write { to, immediate, target, source, token } => {
                 let state = &mut self.processes[process.index()];
@@ -392,12 +383,4 @@ impl<'a> World<'a> {
     fn end(&self, process: ProcessId) -> End {
         End { process, place: self.processes[process.index()].identity.place }
     }
-}
-
-/// With which step the members of a view begin: the lowest that any of them is at, or what is on record where none is
-/// at any. Nobody could know this; it stands in for the step rule, which is not part of the protocol yet.
-fn first_step(view: &View, joins: &BTreeMap<RecordId, ProcessId>, next_steps: &[Option<u64>], broker: &Broker) -> u64 {
-    let processes = view.members.iter().filter_map(|member| joins.get(&member.id));
-    let known = processes.filter_map(|process| next_steps.get(process.index()).copied().flatten()).min();
-    known.unwrap_or_else(|| broker.last_step().map_or(0, |step| step + 1))
 }

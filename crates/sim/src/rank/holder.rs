@@ -1,0 +1,332 @@
+//! What a member keeps for a process that joins, and gives to it: its share of the state at one step, and the results of
+//! later steps. What `crates/runtime/src/transfer/{holder,server}.rs` are in the product, without their threads.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use gradwire_codec::crc32;
+use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
+use gradwire_proto::manifest::Declaration;
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, keeps, pieces};
+use gradwire_proto::{BucketId, DType, Epoch, Fault, Rank, RegionKey, TensorId, UnitIndex};
+
+use super::state::TrainerState;
+use super::stream;
+use crate::event::{MS, Nanos, SECOND};
+use crate::process::{Context, Out};
+use crate::report::ProcessId;
+
+/// A newcomer that asks nothing for so long is given up.
+const IDLE_MAX: Nanos = 30 * SECOND;
+/// How often a newcomer that waits is told that it has to.
+const WAIT_EVERY: Nanos = 500 * MS;
+
+/// Names a stream over which a newcomer asks.
+pub(super) type Asker = (ProcessId, u32);
+
+#[derive(Debug, Default)]
+pub(super) struct Holder {
+    commits: u64,
+    declared: Vec<Vec<Declaration>>,
+    /// One more than the commits at the last offer.
+    offered: u64,
+    /// The trainer waits for others, because too few are left.
+    pub(super) resting: bool,
+    too_few: Option<Fault>,
+    /// Whom it all is kept for.
+    asker: Option<Asker>,
+    wish: Option<Wish>,
+    kept: Option<Kept>,
+    journal: VecDeque<Entry>,
+    streams: BTreeMap<Asker, Served>,
+    closed: bool,
+    /// Of a planted bug: the state, whatever step is asked for.
+    pub(super) as_is: Option<TrainerState>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Wish {
+    commits: u64,
+    seat: u32,
+    holders: u32,
+}
+
+/// A share of the state; pieces in the order of the snapshot's sums.
+#[derive(Debug)]
+struct Kept {
+    snapshot: Snapshot,
+    pieces: Vec<Vec<u8>>,
+}
+
+/// The results of a step, as far as this rank reduced them.
+#[derive(Debug)]
+struct Entry {
+    commits: u64,
+    epoch: Epoch,
+    members: Option<Vec<Rank>>,
+    made: BTreeMap<(TensorId, u64), Made>,
+}
+
+/// One unit of results, as it travels.
+#[derive(Clone, Debug)]
+pub(super) struct Made {
+    pub(super) tensor: TensorId,
+    /// Its first element's place in the tensor.
+    pub(super) at: u64,
+    pub(super) elements: u32,
+    pub(super) wire: DType,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// A stream.
+#[derive(Clone, Copy, Debug)]
+struct Served {
+    idle_at: Nanos,
+    /// It waits for the snapshot, and is told so again then.
+    wait_at: Option<Nanos>,
+}
+
+impl Holder {
+    /// Tensors were declared.
+    pub(super) fn declared(&mut self, rounds: &[Vec<Declaration>]) {
+        self.declared = rounds.to_vec();
+    }
+
+    /// Where a rank that joined later begins.
+    pub(super) fn begin(&mut self, commits: u64) {
+        self.commits = commits;
+    }
+
+    /// Whether the trainer has offered its state after so many steps.
+    pub(super) fn has_offered(&self, commits: u64) -> bool {
+        self.offered == commits + 1
+    }
+
+    /// Whether results are to be handed to [`Holder::keep`].
+    pub(super) fn journals(&self) -> bool {
+        self.asker.is_some()
+    }
+
+    /// How many steps' results are kept.
+    pub(super) fn steps_kept(&self) -> usize {
+        self.journal.len()
+    }
+
+    /// Keeps a unit that this rank reduced in the step after `commits` final ones.
+    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, made: Made) {
+        if self.asker.is_none() {
+            return;
+        }
+        if let Some(last) = self.journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
+            // It is done again by others.
+            last.made.clear();
+            last.epoch = epoch;
+        }
+        if self.journal.back().is_none_or(|last| last.commits != commits) {
+            self.journal.push_back(Entry { commits, epoch, members: None, made: BTreeMap::new() });
+        }
+        if let Some(last) = self.journal.back_mut() {
+            last.made.insert((made.tensor, made.at), made);
+        }
+    }
+
+    /// A step is final: so many are now, and these were its contributors.
+    pub(super) fn commit(&mut self, commits: u64, epoch: Epoch, members: &[Rank]) {
+        self.commits = commits;
+        if self.asker.is_none() {
+            return;
+        }
+        let step = commits - 1;
+        if self.journal.back().is_none_or(|last| last.commits != step) {
+            self.journal.push_back(Entry { commits: step, epoch, members: None, made: BTreeMap::new() });
+        }
+        if let Some(last) = self.journal.back_mut() {
+            last.members = Some(members.to_vec());
+        }
+    }
+
+    /// Too few ranks are left to go on; or there are enough again.
+    pub(super) fn set_too_few(&mut self, fault: Option<Fault>) {
+        self.too_few = fault;
+    }
+
+    pub(super) fn too_few(&self) -> Option<&Fault> {
+        self.too_few.as_ref()
+    }
+
+    /// The trainer offers its state, which is that after `commits` final steps: copied if a newcomer waits for just this
+    /// one.
+    pub(super) fn offer(&mut self, commits: u64, state: &TrainerState) {
+        self.offered = commits + 1;
+        self.resting = self.too_few.is_some() && !self.closed;
+        match self.wish {
+            Some(wish) if wish.commits == commits && self.kept.is_none() => self.take_snapshot(wish, state),
+            // It was asked for too late: who asked has to name a later step.
+            Some(wish) if wish.commits < commits && self.kept.is_none() => self.forget(),
+            _ => {}
+        }
+    }
+
+    fn take_snapshot(&mut self, Wish { seat, holders, .. }: Wish, state: &TrainerState) {
+        let parts = state.described();
+        let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
+        let mut kept = Kept { snapshot: Snapshot { parts, sums: Vec::new() }, pieces: Vec::new() };
+        for (piece, (part, range)) in (0..).zip(pieces(&lengths).unwrap_or_default()) {
+            if keeps(piece, seat, holders) {
+                let bytes = state.parts[part as usize][range.start as usize..range.end as usize].to_vec();
+                kept.snapshot.sums.push((piece, crc32(&bytes)));
+                kept.pieces.push(bytes);
+            }
+        }
+        self.kept = Some(kept);
+    }
+
+    fn outline(&self) -> Outline {
+        let Self { commits, resting, declared, .. } = self;
+        Outline { first_step: 0, commits: *commits, resting: *resting, declared: declared.clone() }
+    }
+
+    fn forget(&mut self) {
+        (self.asker, self.wish, self.kept) = (None, None, None);
+        self.journal.clear();
+    }
+
+    fn no(&self, reason: Reason, detail: &str) -> No {
+        No { reason, commits: self.commits, detail: detail.to_owned() }
+    }
+
+    /// A newcomer asks.
+    pub(super) fn handle_ask(&mut self, context: &mut Context<'_>, asker: Asker, frame: &[u8]) {
+        let Some(ask) = stream::read_ask(frame).filter(|_| !self.closed) else {
+            return self.end(context, asker);
+        };
+        let served = Served { idle_at: context.now + IDLE_MAX, wait_at: None };
+        self.streams.insert(asker, served);
+        match ask {
+            Ask::Outline => give(context, asker, Given::Outline, &self.outline().encode()),
+            Ask::Snapshot { commits, seat, holders } => {
+                if self.asker.is_some_and(|other| other != asker) {
+                    let no = self.no(Reason::Busy, "another rank is joining");
+                    return give(context, asker, Given::No, &no.encode());
+                }
+                self.forget();
+                self.asker = Some(asker);
+                let wish = Wish { commits, seat, holders };
+                self.wish = Some(wish);
+                if let Some(state) = self.as_is.take() {
+                    self.take_snapshot(wish, &state);
+                }
+                self.streams.insert(asker, Served { wait_at: Some(context.now + WAIT_EVERY), ..served });
+            }
+            Ask::Piece(piece) => match self.piece(asker, piece) {
+                Some(bytes) => give(context, asker, Given::Piece, &bytes),
+                None => {
+                    let no = self.no(Reason::TooLate, "this piece is not kept here");
+                    give(context, asker, Given::No, &no.encode());
+                }
+            },
+            Ask::Results(commits) => self.give_results(context, asker, commits),
+        }
+    }
+
+    /// A piece of the snapshot. It is given away once: what is sent needs not be kept.
+    fn piece(&mut self, asker: Asker, piece: u32) -> Option<Vec<u8>> {
+        let kept = self.kept.as_mut().filter(|_| self.asker == Some(asker))?;
+        let at = kept.snapshot.sums.iter().position(|(kept, _)| *kept == piece)?;
+        Some(std::mem::take(&mut kept.pieces[at])).filter(|bytes| !bytes.is_empty())
+    }
+
+    /// The results of the step after `commits` final ones; earlier ones are forgotten.
+    fn give_results(&mut self, context: &mut Context<'_>, asker: Asker, commits: u64) {
+        let no = if self.asker != Some(asker) {
+            self.no(Reason::TooLate, "nothing is kept for this newcomer")
+        } else {
+            while self.journal.front().is_some_and(|first| first.commits < commits) {
+                self.journal.pop_front();
+            }
+            match self.journal.front() {
+                _ if commits >= self.commits => self.no(Reason::NotYet, "that step is not final"),
+                Some(Entry { commits: step, epoch, members: Some(members), made }) if *step == commits => {
+                    let (epoch, updates) = (*epoch, made.len() as u32);
+                    let results = Results { epoch, members: members.clone(), commits: self.commits, updates };
+                    give(context, asker, Given::Results, &results.encode());
+                    made.values().for_each(|made| give_update(context, asker, epoch, made));
+                    return;
+                }
+                _ => self.no(Reason::TooLate, "the results of that step are not kept any more"),
+            }
+        };
+        give(context, asker, Given::No, &no.encode());
+    }
+
+    /// Answers those that wait, and gives up those that ask nothing.
+    pub(super) fn serve(&mut self, context: &mut Context<'_>) {
+        if self.streams.is_empty() {
+            return;
+        }
+        let idle: Vec<Asker> =
+            self.streams.iter().filter(|(_, served)| served.idle_at <= context.now).map(|(asker, _)| *asker).collect();
+        idle.into_iter().for_each(|asker| self.end(context, asker));
+        let waiting: Vec<Asker> =
+            self.streams.iter().filter(|(_, served)| served.wait_at.is_some()).map(|(asker, _)| *asker).collect();
+        for asker in waiting {
+            let answer = if self.asker != Some(asker) {
+                Some((Given::No, self.no(Reason::TooLate, "the state of that step has passed").encode()))
+            } else {
+                self.kept.as_ref().map(|kept| (Given::Snapshot, kept.snapshot.encode()))
+            };
+            let Some(served) = self.streams.get_mut(&asker) else { continue };
+            if let Some((given, body)) = answer {
+                (served.wait_at, served.idle_at) = (None, context.now + IDLE_MAX);
+                give(context, asker, given, &body);
+            } else if served.wait_at.is_some_and(|at| at <= context.now) {
+                (served.wait_at, served.idle_at) = (Some(context.now + WAIT_EVERY), context.now + IDLE_MAX);
+                give(context, asker, Given::Wait, &[]);
+            }
+        }
+    }
+
+    pub(super) fn poll_timeout(&self) -> Option<Nanos> {
+        self.streams.values().map(|served| served.wait_at.unwrap_or(served.idle_at).min(served.idle_at)).min()
+    }
+
+    fn end(&mut self, context: &mut Context<'_>, asker: Asker) {
+        let (to, stream) = asker;
+        context.out.push(Out::StateEnd { to, stream });
+        self.release(asker);
+    }
+
+    /// The newcomer is gone, or needs nothing more.
+    pub(super) fn release(&mut self, asker: Asker) {
+        self.streams.remove(&asker);
+        if self.asker == Some(asker) {
+            self.forget();
+        }
+    }
+
+    /// A process is gone, and its streams with it.
+    pub(super) fn release_all_of(&mut self, process: ProcessId) {
+        let gone: Vec<Asker> = self.streams.keys().filter(|(of, _)| *of == process).copied().collect();
+        gone.into_iter().for_each(|asker| self.release(asker));
+    }
+
+    /// Nobody waits any more, and nobody is served.
+    pub(super) fn close(&mut self, context: &mut Context<'_>) {
+        self.closed = true;
+        let all: Vec<Asker> = self.streams.keys().copied().collect();
+        all.into_iter().for_each(|asker| self.end(context, asker));
+        self.forget();
+    }
+}
+
+fn give(context: &mut Context<'_>, (to, stream): Asker, given: Given, body: &[u8]) {
+    context.out.push(Out::State { to, stream, frame: stream::give(given, body) });
+}
+
+fn give_update(context: &mut Context<'_>, (to, stream): Asker, epoch: Epoch, made: &Made) {
+    let mut header = FrameHeader::new(FrameKind::Give, epoch);
+    header.bucket = BucketId(Given::Update as u32);
+    (header.unit_first, header.unit_count) = (UnitIndex(made.tensor.0), made.elements);
+    header.dtype = Some(made.wire);
+    header.location = Location { region: RegionKey(0), offset: made.at };
+    context.out.push(Out::State { to, stream, frame: stream::frame(header, &made.bytes) });
+}

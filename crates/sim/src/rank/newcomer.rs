@@ -1,0 +1,499 @@
+//! A process that joins a running job: gets the state, and follows the job until it is a member. What
+//! `crates/runtime/src/transfer/{newcomer,fetch}.rs` are in the product, as a state machine.
+
+mod fetch;
+
+use std::collections::BTreeMap;
+
+use gradwire_codec::{crc32, unpack};
+use gradwire_proto::manifest::Declaration;
+use gradwire_proto::membership::{RecordId, View};
+use gradwire_proto::transfer::{Ask, No, Outline, Reason, Results, Snapshot};
+use gradwire_proto::{Collective, Fault, FaultKind, Rank};
+
+use super::links::process_of;
+use super::state::TrainerState;
+use super::stream::{self, Answer, Update};
+use crate::event::{MS, Nanos, SECOND};
+use crate::mutation::Mutation;
+use crate::process::{Context, Identity, Out};
+use crate::report::{Final, ProcessId, Report};
+use fetch::Fetch;
+
+/// A member from which nothing comes for so long is not asked any more.
+const SILENCE_MAX: Nanos = 5 * SECOND;
+/// How long to wait before everything is tried again.
+const AGAIN_AFTER: Nanos = 100 * MS;
+/// How often it is looked whether the next step is final.
+const FOLLOW_EVERY: Nanos = 2 * MS;
+/// How long all members have to be gone until nobody is looked for any more.
+const REFUSED_MAX: Nanos = 5 * SECOND;
+
+#[derive(Debug)]
+pub(super) struct Newcomer {
+    me: Identity,
+    deadline: Nanos,
+    /// The members now, and before this process was one.
+    view: View,
+    pub(super) before: View,
+    streams: u32,
+    sources: Vec<Source>,
+    stage: Stage,
+    refused_since: Option<Nanos>,
+    pub(super) outline: Outline,
+    tensors: Vec<Declaration>,
+    pub(super) state: TrainerState,
+    /// Steps whose results the state has.
+    pub(super) commits: u64,
+    /// It has caught up once, and the others may count on it.
+    ready: bool,
+    /// A member: it follows up to this step.
+    goal: Option<u64>,
+    last: String,
+}
+
+/// A member that is asked.
+#[derive(Debug)]
+struct Source {
+    rank: Rank,
+    process: ProcessId,
+    /// Since when an answer is waited for.
+    waits: Option<Nanos>,
+    answer: Option<Given>,
+    lost: Option<String>,
+    refused: bool,
+}
+
+/// An answer as a whole.
+#[derive(Debug)]
+enum Given {
+    Outline(Outline),
+    Snapshot(Snapshot),
+    Results(Results, Vec<Update>),
+    No(No),
+}
+
+#[derive(Debug)]
+enum Stage {
+    Resting(Nanos),
+    Outline,
+    Snapshot(u64),
+    Pieces(Fetch),
+    /// Has caught up, and asks again then.
+    Idle(Nanos),
+    Results,
+}
+
+impl Newcomer {
+    pub(super) fn new(me: Identity, now: Nanos, view: View, deadline: Nanos) -> Self {
+        Self {
+            me,
+            deadline,
+            before: view.clone(),
+            view,
+            streams: 0,
+            sources: Vec::new(),
+            stage: Stage::Resting(now),
+            refused_since: None,
+            outline: Outline::default(),
+            tensors: Vec::new(),
+            state: TrainerState::unknown(),
+            commits: 0,
+            ready: false,
+            goal: None,
+            last: "no member was asked".to_owned(),
+        }
+    }
+
+    fn id(&self) -> RecordId {
+        self.me.join
+    }
+
+    fn is_member(&self) -> bool {
+        self.view.member(self.id()).is_some()
+    }
+
+    /// There is a new view. Returns whether this process is a member now, and was none before.
+    pub(super) fn set_view(&mut self, view: View) -> bool {
+        let old = std::mem::replace(&mut self.view, view);
+        let was_member = old.member(self.id()).is_some();
+        if !was_member {
+            self.before = old;
+        }
+        !was_member && self.is_member()
+    }
+
+    /// It is told how many steps are final: it has to apply the results of all of them.
+    pub(super) fn follow_to(&mut self, commits: u64) {
+        self.goal = Some(commits);
+    }
+
+    pub(super) fn has_arrived(&self) -> bool {
+        self.goal.is_some_and(|goal| self.commits >= goal)
+    }
+
+    /// Takes an answer.
+    pub(super) fn take(&mut self, context: &mut Context<'_>, from: ProcessId, stream: u32, frame: &[u8]) {
+        if stream != self.streams {
+            return;
+        }
+        let Some(source) = self.sources.iter_mut().find(|source| source.process == from && source.lost.is_none())
+        else {
+            return;
+        };
+        source.waits = source.waits.map(|_| context.now);
+        let answer = stream::read_answer(frame);
+        if let (Stage::Pieces(fetch), Some(Answer::Piece(crc, bytes))) = (&mut self.stage, &answer) {
+            if fetch.take(from, *crc, bytes, &mut self.state) {
+                return;
+            }
+        } else if matches!(self.stage, Stage::Pieces(_)) {
+            // It does not keep this piece any more.
+        } else if let Some(answer) = answer {
+            source.take(answer);
+            return;
+        }
+        self.lose(from, "what it sent makes no sense", false);
+        context.out.push(Out::StateEnd { to: from, stream });
+    }
+
+    /// A stream has ended, or its process: `refused` where nobody is there.
+    pub(super) fn lose(&mut self, process: ProcessId, why: &str, refused: bool) {
+        for source in self.sources.iter_mut().filter(|source| source.process == process && source.lost.is_none()) {
+            source.lost = Some(format!("{}: {why}", source.rank));
+            source.refused = refused;
+            (source.waits, source.answer) = (None, None);
+        }
+        if let Stage::Pieces(fetch) = &mut self.stage {
+            fetch.lose(process);
+        }
+    }
+
+    pub(super) fn stream_ended(&mut self, process: ProcessId, stream: u32) {
+        if stream == self.streams {
+            self.lose(process, "it ended the stream", false);
+        }
+    }
+
+    /// Does what can be done. Returns whether it has caught up for the first time.
+    ///
+    /// # Errors
+    /// Why this process cannot join.
+    pub(super) fn advance(&mut self, context: &mut Context<'_>) -> Result<bool, Fault> {
+        if context.now >= self.deadline && !self.has_arrived() {
+            let detail = format!("this rank did not get the job's state in time ({})", self.last);
+            return Err(Fault::new(FaultKind::DeadlineExceeded, detail).at(Rank(self.me.place)));
+        }
+        let silent = |source: &&Source| source.waits.is_some_and(|since| context.now >= since + SILENCE_MAX);
+        let silent: Vec<ProcessId> = self.sources.iter().filter(silent).map(|source| source.process).collect();
+        silent.into_iter().for_each(|process| self.lose(process, "nothing came from it", false));
+        loop {
+            let fetches = matches!(self.stage, Stage::Pieces(_));
+            if !fetches && self.sources.iter().any(|source| source.waits.is_some()) {
+                return Ok(false);
+            }
+            match self.advance_stage(context) {
+                Ok(Some(caught_up)) => {
+                    let first = caught_up && !self.ready;
+                    self.ready |= caught_up;
+                    return Ok(first);
+                }
+                Ok(None) => {}
+                Err(Trouble::Never(fault)) => return Err(fault),
+                Err(Trouble::Again(why)) if self.ready => {
+                    let detail = format!("the job's results were lost while this rank joined ({why}): start it again");
+                    return Err(Fault::new(FaultKind::RankDied, detail));
+                }
+                Err(Trouble::Again(why)) => {
+                    self.end_streams(context);
+                    self.stage = Stage::Resting(context.now + AGAIN_AFTER);
+                    self.last = why;
+                    return Ok(false);
+                }
+            }
+        }
+    }
+
+    /// Nobody is waited for. Returns nothing where there is more to do at once, and else whether it has caught up.
+    fn advance_stage(&mut self, context: &mut Context<'_>) -> Result<Option<bool>, Trouble> {
+        match &self.stage {
+            Stage::Resting(until) if *until > context.now => return Ok(Some(false)),
+            Stage::Resting(_) => self.connect(context),
+            Stage::Outline => self.take_outlines(context)?,
+            Stage::Snapshot(commits) => {
+                let commits = *commits;
+                self.take_snapshots(commits)?;
+            }
+            Stage::Pieces(_) => {
+                if !self.fetch(context)? {
+                    return Ok(Some(false));
+                }
+            }
+            Stage::Idle(at) if *at > context.now => return Ok(Some(false)),
+            // Who is a member goes on when it is told where the others are.
+            Stage::Idle(_) if self.is_member() && self.goal.is_none_or(|goal| self.commits >= goal) => {
+                return Ok(Some(false));
+            }
+            Stage::Idle(_) => {
+                let commits = self.commits;
+                self.ask_all(context, |_| Ask::Results(commits));
+                self.stage = Stage::Results;
+            }
+            Stage::Results => {
+                let caught_up = !self.take_results(context)?;
+                self.stage = Stage::Idle(if caught_up { context.now + FOLLOW_EVERY } else { context.now });
+                return Ok(caught_up.then_some(true));
+            }
+        }
+        Ok(None)
+    }
+
+    pub(super) fn poll_timeout(&self) -> Nanos {
+        let silence = self.sources.iter().filter_map(|source| source.waits).map(|since| since + SILENCE_MAX).min();
+        let waits = silence.is_some();
+        let stage = match &self.stage {
+            Stage::Resting(at) => Some(*at),
+            Stage::Idle(at) if !self.is_member() || self.goal.is_some_and(|goal| self.commits < goal) => Some(*at),
+            _ => None,
+        };
+        silence.into_iter().chain(stage.filter(|_| !waits)).chain([self.deadline]).min().unwrap_or(self.deadline)
+    }
+
+    fn ask_all(&mut self, context: &mut Context<'_>, ask: impl Fn(u32) -> Ask) {
+        for (seat, source) in (0..).zip(&mut self.sources) {
+            source.answer = None;
+            if source.lost.is_none() {
+                source.waits = Some(context.now);
+                let frame = stream::ask(ask(seat));
+                context.out.push(Out::State { to: source.process, stream: self.streams, frame });
+            }
+        }
+    }
+
+    /// Asks all members that can be reached.
+    fn connect(&mut self, context: &mut Context<'_>) {
+        self.streams += 1;
+        let others = self.view.members.iter().filter(|member| member.id != self.me.join);
+        let source = |(rank, process)| Source { rank, process, waits: None, answer: None, lost: None, refused: false };
+        let known = others.filter_map(|member| Some((member.rank, process_of(member)?)));
+        self.sources = known.map(source).collect();
+        self.ask_all(context, |_| Ask::Outline);
+        self.stage = Stage::Outline;
+    }
+
+    fn take_outlines(&mut self, context: &mut Context<'_>) -> Result<(), Trouble> {
+        if !self.sources.is_empty() && self.sources.iter().all(|source| source.refused) {
+            let since = *self.refused_since.get_or_insert(context.now);
+            if context.now - since >= REFUSED_MAX {
+                let detail = "no rank is left that has the job's state: end the job, and start it again";
+                return Err(Trouble::Never(Fault::new(FaultKind::RankDied, detail)));
+            }
+        } else {
+            self.refused_since = None;
+        }
+        self.sources.retain(|source| source.lost.is_none());
+        let outlines: Vec<Outline> = self.answers(|given| match given {
+            Given::Outline(outline) => Some(outline),
+            _ => None,
+        })?;
+        let Some(outline) = outlines.iter().max_by_key(|outline| outline.commits).cloned() else {
+            return Err(Trouble::Again("no member could be reached".to_owned()));
+        };
+        if outline.declared.len() < self.me.plan.rounds as usize {
+            let detail = "this process declares tensors that the job has not";
+            return Err(Trouble::Never(Fault::new(FaultKind::DeclarationMismatch, detail)));
+        }
+        let resting = outlines.iter().all(|one| one.resting && one.commits == outline.commits);
+        let commits = outline.commits + u64::from(!resting);
+        self.tensors = outline.declared.iter().flatten().cloned().collect();
+        self.outline = outline;
+        let holders = self.sources.len() as u32;
+        self.ask_all(context, |seat| Ask::Snapshot { commits, seat, holders });
+        self.stage = Stage::Snapshot(commits);
+        Ok(())
+    }
+
+    /// What all have answered, or why to try again.
+    fn answers<T>(&mut self, of: impl Fn(Given) -> Option<T>) -> Result<Vec<T>, Trouble> {
+        let mut answers = Vec::new();
+        for source in &mut self.sources {
+            let why = match (source.lost.clone(), source.answer.take()) {
+                (Some(why), _) => why,
+                (None, Some(Given::No(no))) if no.reason == Reason::Never => {
+                    return Err(Trouble::Never(Fault::new(FaultKind::System, no.detail).at(source.rank)));
+                }
+                (None, Some(Given::No(no))) => format!("{}: {}", source.rank, no.detail),
+                (None, Some(given)) => match of(given) {
+                    Some(answer) => {
+                        answers.push(answer);
+                        continue;
+                    }
+                    None => format!("{}: another answer than what was asked for", source.rank),
+                },
+                (None, None) => format!("{}: no answer", source.rank),
+            };
+            return Err(Trouble::Again(why));
+        }
+        Ok(answers)
+    }
+
+    fn take_snapshots(&mut self, commits: u64) -> Result<(), Trouble> {
+        let snapshots = self.answers(|given| match given {
+            Given::Snapshot(snapshot) => Some(snapshot),
+            _ => None,
+        })?;
+        let ranks: Vec<Rank> = self.sources.iter().map(|source| source.rank).collect();
+        let processes: Vec<ProcessId> = self.sources.iter().map(|source| source.process).collect();
+        let fetch = Fetch::new(&self.state.described(), &ranks, processes, &snapshots)?;
+        self.commits = commits;
+        self.stage = Stage::Pieces(fetch);
+        Ok(())
+    }
+
+    /// Returns whether there is more to do at once.
+    fn fetch(&mut self, context: &mut Context<'_>) -> Result<bool, Trouble> {
+        let Stage::Pieces(fetch) = &mut self.stage else { return Ok(true) };
+        let streams = self.streams;
+        let asked = fetch.ask(|to, piece| {
+            context.out.push(Out::State { to, stream: streams, frame: stream::ask(Ask::Piece(piece)) });
+        });
+        if fetch.is_complete() {
+            self.sources.iter_mut().for_each(|source| source.waits = None);
+            self.stage = Stage::Idle(context.now);
+            self.report_state(context);
+            return Ok(true);
+        }
+        for (process, waits) in asked {
+            let source = self.sources.iter_mut().find(|source| source.process == process);
+            if let Some(source) = source.filter(|source| source.lost.is_none()) {
+                source.waits = waits.then_some(context.now);
+            }
+        }
+        if fetch.is_hopeless() {
+            return Err(Trouble::Again("too many members stopped giving their state".to_owned()));
+        }
+        Ok(false)
+    }
+
+    fn report_state(&self, context: &mut Context<'_>) {
+        context.report(Report::State { commits: self.commits, digest: self.state.digest() });
+    }
+
+    /// Applies the results of the next step. Returns false if it is not final yet.
+    fn take_results(&mut self, context: &mut Context<'_>) -> Result<bool, Trouble> {
+        let not_yet = |source: &Source| matches!(&source.answer, Some(Given::No(no)) if no.reason == Reason::NotYet);
+        if self.sources.iter().any(not_yet) {
+            return Ok(false);
+        }
+        // Whoever is gone may have had no part in this step.
+        let mut why = "members answered differently".to_owned();
+        let mut given: BTreeMap<Rank, (Results, Vec<Update>)> = BTreeMap::new();
+        self.sources.retain_mut(|source| match source.answer.take() {
+            Some(Given::Results(results, updates)) => {
+                given.insert(source.rank, (results, updates));
+                true
+            }
+            Some(Given::No(no)) => {
+                why = format!("{}: {}", source.rank, no.detail);
+                false
+            }
+            _ => {
+                why = source.lost.clone().unwrap_or_else(|| format!("{}: another answer", source.rank));
+                false
+            }
+        });
+        let Some((_, (head, _))) = given.first_key_value() else { return Err(Trouble::Again(why)) };
+        let head = head.clone();
+        let complete = head.members.iter().all(|rank| {
+            given.get(rank).is_some_and(|(other, _)| (other.epoch, &other.members) == (head.epoch, &head.members))
+        });
+        if !complete {
+            return Err(Trouble::Again(why));
+        }
+        let results = self.place(given.into_values().flat_map(|(_, updates)| updates))?;
+        if !context.has(Mutation::SkipResults) || self.commits % 3 != 1 {
+            self.state.apply(self.commits, &head.members, &results);
+        }
+        self.commits += 1;
+        self.report_state(context);
+        Ok(true)
+    }
+
+    /// Puts a step's results together: of each tensor that was reduced for all, what it is.
+    fn place(&self, updates: impl Iterator<Item = Update>) -> Result<Vec<Option<Final>>, Trouble> {
+        let bad = || Trouble::Again("results that do not fit what was declared".to_owned());
+        let whole = |tensor: &Declaration| vec![0; tensor.elements() as usize * tensor.dtype.size()];
+        let mut memory: Vec<Vec<u8>> = self.tensors.iter().map(whole).collect();
+        let mut covered = vec![0; self.tensors.len()];
+        let mut nonfinite = vec![false; self.tensors.len()];
+        for Update { header, bytes } in updates {
+            let index = header.unit_first.index();
+            let (tensor, wire) = self.tensors.get(index).zip(header.dtype).ok_or_else(bad)?;
+            let start = header.location.offset as usize * tensor.dtype.size();
+            let range = start..start + header.unit_count as usize * tensor.dtype.size();
+            let place = memory[index].get_mut(range).ok_or_else(bad)?;
+            nonfinite[index] |= unpack(wire, tensor.dtype, &bytes, place).map_err(|_| bad())?;
+            covered[index] += u64::from(header.unit_count);
+        }
+        let mut results = Vec::new();
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            let reduced = tensor.collective == Collective::AllReduce && tensor.elements() > 0;
+            if covered[index] != 0 && covered[index] != tensor.elements() || reduced && covered[index] == 0 {
+                return Err(bad());
+            }
+            results.push(reduced.then(|| Final { crc: crc32(&memory[index]), nonfinite: nonfinite[index] }));
+        }
+        Ok(results)
+    }
+
+    /// It needs nothing more of the members.
+    pub(super) fn end_streams(&mut self, context: &mut Context<'_>) {
+        for source in self.sources.drain(..).filter(|source| source.lost.is_none()) {
+            context.out.push(Out::StateEnd { to: source.process, stream: self.streams });
+        }
+    }
+}
+
+impl Source {
+    fn take(&mut self, answer: Answer) {
+        let complete = match (answer, &mut self.answer) {
+            (Answer::Wait, _) => false,
+            (Answer::Update(update), Some(Given::Results(results, updates))) => {
+                updates.push(update);
+                updates.len() as u32 == results.updates
+            }
+            (Answer::Outline(outline), answer) => {
+                *answer = Some(Given::Outline(outline));
+                true
+            }
+            (Answer::Snapshot(snapshot), answer) => {
+                *answer = Some(Given::Snapshot(snapshot));
+                true
+            }
+            (Answer::Results(results), answer) => {
+                let complete = results.updates == 0;
+                *answer = Some(Given::Results(results, Vec::new()));
+                complete
+            }
+            (Answer::No(no), answer) => {
+                *answer = Some(Given::No(no));
+                true
+            }
+            (Answer::Piece(..) | Answer::Update(_), _) => {
+                self.lost = Some(format!("{}: another answer than what was asked for", self.rank));
+                true
+            }
+        };
+        if complete {
+            self.waits = None;
+        }
+    }
+}
+
+/// Why an attempt came to nothing.
+#[derive(Debug)]
+enum Trouble {
+    /// Members came or went meanwhile: again.
+    Again(String),
+    Never(Fault),
+}
