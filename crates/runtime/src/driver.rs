@@ -189,7 +189,7 @@ impl Driver {
         self.end(fault, Engine::resign);
     }
 
-    fn end(&self, fault: Fault, how: fn(&mut Engine, Fault)) {
+    fn end(&self, fault: Fault, how: Fail) {
         let _ = self.faults.push((fault, how));
         self.wake_background();
         self.ring();

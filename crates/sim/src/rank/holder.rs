@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use gradwire_codec::crc32;
 use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, keeps, pieces};
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, keeps, pieces};
 use gradwire_proto::{BucketId, DType, Epoch, Fault, Rank, RegionKey, TensorId, UnitIndex};
 
 use super::state::TrainerState;
@@ -50,11 +50,11 @@ struct Wish {
     holders: u32,
 }
 
-/// A share of the state; pieces in the order of the snapshot's sums.
+/// A share of the state: it is copied at once.
 #[derive(Debug)]
 struct Kept {
     snapshot: Snapshot,
-    pieces: Vec<Vec<u8>>,
+    pieces: BTreeMap<u32, Vec<u8>>,
 }
 
 /// The results of a step, as far as this rank reduced them.
@@ -169,12 +169,11 @@ impl Holder {
     fn take_snapshot(&mut self, Wish { seat, holders, .. }: Wish, state: &TrainerState) {
         let parts = state.described();
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
-        let mut kept = Kept { snapshot: Snapshot { parts, sums: Vec::new() }, pieces: Vec::new() };
+        let mut kept = Kept { snapshot: Snapshot { parts }, pieces: BTreeMap::new() };
         for (piece, (part, range)) in (0..).zip(pieces(&lengths).unwrap_or_default()) {
             if keeps(piece, seat, holders) {
                 let bytes = state.parts[part as usize][range.start as usize..range.end as usize].to_vec();
-                kept.snapshot.sums.push((piece, crc32(&bytes)));
-                kept.pieces.push(bytes);
+                kept.pieces.insert(piece, bytes);
             }
         }
         self.kept = Some(kept);
@@ -224,15 +223,32 @@ impl Holder {
                     give(context, asker, Given::No, &no.encode());
                 }
             },
-            Ask::Results(commits) => self.give_results(context, asker, commits),
+            Ask::Results(commits) => {
+                self.forget_state(asker);
+                self.give_results(context, asker, commits);
+            }
+            Ask::Sums => match self.kept.as_ref().filter(|_| self.asker == Some(asker)) {
+                Some(kept) => {
+                    let sums = kept.pieces.iter().map(|(piece, bytes)| (*piece, crc32(bytes))).collect();
+                    give(context, asker, Given::Sums, &Sums(sums).encode());
+                }
+                None => {
+                    let no = self.no(Reason::TooLate, "no state is kept for this newcomer");
+                    give(context, asker, Given::No, &no.encode());
+                }
+            },
         }
     }
 
-    /// A piece of the snapshot. It is given away once: what is sent needs not be kept.
-    fn piece(&mut self, asker: Asker, piece: u32) -> Option<Vec<u8>> {
-        let kept = self.kept.as_mut().filter(|_| self.asker == Some(asker))?;
-        let at = kept.snapshot.sums.iter().position(|(kept, _)| *kept == piece)?;
-        Some(std::mem::take(&mut kept.pieces[at])).filter(|bytes| !bytes.is_empty())
+    fn piece(&self, asker: Asker, piece: u32) -> Option<Vec<u8>> {
+        self.kept.as_ref().filter(|_| self.asker == Some(asker))?.pieces.get(&piece).cloned()
+    }
+
+    /// The newcomer has all of it.
+    fn forget_state(&mut self, asker: Asker) {
+        if self.asker == Some(asker) {
+            (self.wish, self.kept) = (None, None);
+        }
     }
 
     /// The results of the step after `commits` final ones; earlier ones are forgotten.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use gradwire_codec::{crc32, unpack};
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::membership::{RecordId, View};
-use gradwire_proto::transfer::{Ask, No, Outline, Reason, Results, Snapshot};
+use gradwire_proto::transfer::{Ask, No, Outline, Reason, Results, Snapshot, Sums};
 use gradwire_proto::{Collective, Fault, FaultKind, Rank};
 
 use super::links::process_of;
@@ -69,6 +69,7 @@ struct Source {
 enum Given {
     Outline(Outline),
     Snapshot(Snapshot),
+    Sums(Sums),
     Results(Results, Vec<Update>),
     No(No),
 }
@@ -79,6 +80,8 @@ enum Stage {
     Outline,
     Snapshot(u64),
     Pieces(Fetch),
+    /// All pieces are here, and are compared with what members keep.
+    Sums(Fetch),
     /// Has caught up, and asks again then.
     Idle(Nanos),
     Results,
@@ -229,6 +232,7 @@ impl Newcomer {
                     return Ok(Some(false));
                 }
             }
+            Stage::Sums(_) => self.take_sums(context)?,
             Stage::Idle(at) if *at > context.now => return Ok(Some(false)),
             // Who is a member goes on when it is told where the others are.
             Stage::Idle(_) if self.is_member() && self.goal.is_none_or(|goal| self.commits >= goal) => {
@@ -359,8 +363,10 @@ impl Newcomer {
         });
         if fetch.is_complete() {
             self.sources.iter_mut().for_each(|source| source.waits = None);
-            self.stage = Stage::Idle(context.now);
-            self.report_state(context);
+            if let Stage::Pieces(fetch) = std::mem::replace(&mut self.stage, Stage::Outline) {
+                self.stage = Stage::Sums(fetch);
+            }
+            self.ask_all(context, |_| Ask::Sums);
             return Ok(true);
         }
         for (process, waits) in asked {
@@ -373,6 +379,20 @@ impl Newcomer {
             return Err(Trouble::Again("too many members stopped giving their state".to_owned()));
         }
         Ok(false)
+    }
+
+    /// What a member that is lost by now has given was what it kept.
+    fn take_sums(&mut self, context: &mut Context<'_>) -> Result<(), Trouble> {
+        if let Stage::Sums(fetch) = &self.stage {
+            for source in &mut self.sources {
+                if let Some(Given::Sums(sums)) = source.answer.take() {
+                    fetch.compare(source.rank, &sums)?;
+                }
+            }
+        }
+        self.stage = Stage::Idle(context.now);
+        self.report_state(context);
+        Ok(())
     }
 
     fn report_state(&self, context: &mut Context<'_>) {
@@ -468,6 +488,10 @@ impl Source {
             }
             (Answer::Snapshot(snapshot), answer) => {
                 *answer = Some(Given::Snapshot(snapshot));
+                true
+            }
+            (Answer::Sums(sums), answer) => {
+                *answer = Some(Given::Sums(sums));
                 true
             }
             (Answer::Results(results), answer) => {

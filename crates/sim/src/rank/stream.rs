@@ -3,7 +3,7 @@
 use gradwire_codec::crc32;
 use gradwire_proto::frame::{FLAG_CHECKED, FrameHeader, FrameKind};
 use gradwire_proto::limits::FRAME_HEADER_BYTES;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Results, Snapshot};
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Results, Snapshot, Sums};
 use gradwire_proto::{BucketId, Epoch, UnitIndex};
 
 use super::exchange::JOB;
@@ -52,6 +52,7 @@ pub(super) enum Answer {
     Outline(Outline),
     Snapshot(Snapshot),
     Piece(u32, Vec<u8>),
+    Sums(Sums),
     Results(Results),
     Update(Update),
     Wait,
@@ -64,6 +65,7 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Answer> {
         Given::Outline => Outline::decode(body).ok().map(Answer::Outline),
         Given::Snapshot => Snapshot::decode(body).ok().map(Answer::Snapshot),
         Given::Piece => Some(Answer::Piece(header.payload_crc, body.to_vec())),
+        Given::Sums => Sums::decode(body).ok().map(Answer::Sums),
         Given::Results => Results::decode(body).ok().map(Answer::Results),
         Given::Update => Some(Answer::Update(Update { header, bytes: body.to_vec() })),
         Given::Wait => Some(Answer::Wait),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{Snapshot, keeps, pieces};
+use gradwire_proto::transfer::{Snapshot, Sums, keeps, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::Trouble;
@@ -16,6 +16,7 @@ const WINDOW: usize = 4;
 #[derive(Debug)]
 pub(super) struct Fetch {
     layout: Vec<(u32, std::ops::Range<u64>)>,
+    /// The checksums of those that are here.
     sums: BTreeMap<u32, u32>,
     /// Pieces that are neither here nor asked for.
     todo: BTreeSet<u32>,
@@ -24,7 +25,8 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    /// The checksums of all pieces, on which all members that keep one have to agree.
+    /// # Errors
+    /// When a member's state has other parts.
     pub(super) fn new(
         parts: &[SavedPart],
         ranks: &[Rank],
@@ -33,25 +35,27 @@ impl Fetch {
     ) -> Result<Self, Trouble> {
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         let layout = pieces(&lengths).unwrap_or_default();
-        let mut sums = BTreeMap::new();
-        for (rank, snapshot) in ranks.iter().zip(snapshots) {
-            if snapshot.parts != parts {
-                let fault = Fault::new(FaultKind::ShapeMismatch, "its state has other parts").at(*rank);
-                return Err(Trouble::Never(fault));
-            }
-            for (piece, crc) in &snapshot.sums {
-                if *sums.entry(*piece).or_insert(*crc) != *crc {
-                    let detail = format!("members have different states in piece {piece}");
-                    return Err(Trouble::Never(Fault::new(FaultKind::Diverged, detail).at(*rank)));
-                }
-            }
+        if let Some((rank, _)) = ranks.iter().zip(snapshots).find(|(_, snapshot)| snapshot.parts != parts) {
+            let fault = Fault::new(FaultKind::ShapeMismatch, "its state has other parts").at(*rank);
+            return Err(Trouble::Never(fault));
         }
-        if sums.len() != layout.len() {
-            return Err(Trouble::Again("not all of the state was kept".to_owned()));
-        }
-        let todo = sums.keys().copied().collect();
+        let todo = (0..layout.len() as u32).collect();
         let holders = processes.into_iter().map(|process| (process, Some(VecDeque::new()))).collect();
-        Ok(Self { layout, sums, todo, holders })
+        Ok(Self { layout, sums: BTreeMap::new(), todo, holders })
+    }
+
+    /// Compares what is here with what a member keeps.
+    ///
+    /// # Errors
+    /// `Diverged` where they differ.
+    pub(super) fn compare(&self, rank: Rank, sums: &Sums) -> Result<(), Trouble> {
+        match sums.0.iter().find(|(piece, crc)| self.sums.get(piece).is_some_and(|known| known != crc)) {
+            Some((piece, _)) => {
+                let detail = format!("members have different states in piece {piece}");
+                Err(Trouble::Never(Fault::new(FaultKind::Diverged, detail).at(rank)))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Asks for what can be asked for. Returns which processes are waited for.
@@ -78,8 +82,9 @@ impl Fetch {
         let Some(piece) = holder.and_then(|(_, asked)| asked.as_mut()?.pop_front()) else { return false };
         let (part, range) = self.layout[piece as usize].clone();
         let place = state.parts[part as usize].get_mut(range.start as usize..range.end as usize);
-        match place.filter(|place| place.len() == bytes.len() && self.sums.get(&piece) == Some(&crc)) {
+        match place.filter(|place| place.len() == bytes.len()) {
             Some(place) => {
+                self.sums.insert(piece, crc);
                 place.copy_from_slice(bytes);
                 true
             }
