@@ -1,5 +1,7 @@
 //! Groups of threads over real links: the engine from end to end, without processes and without a broker.
 
+mod again;
+
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

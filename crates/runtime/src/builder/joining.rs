@@ -319,7 +319,7 @@ impl Builder {
             recovery: self.recovery,
         };
         let saves = SaveIdentity { keep: self.saves_kept.max(1), ..SaveIdentity::default() };
-        let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [0; 16])).collect();
+        let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [rank as u8; 16])).collect();
         let (guard, declared, door) = (None, None, None);
         self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, saves, door })
     }
