@@ -57,6 +57,7 @@ struct Node {
     outcomes: Vec<Next>,
     aborted: u64,
     again: u64,
+    farewell: bool,
     fault: Option<Fault>,
 }
 
@@ -88,6 +89,7 @@ impl Node {
             outcomes: Vec::new(),
             aborted: 0,
             again: 0,
+            farewell: false,
             fault: None,
         }
     }
@@ -241,7 +243,7 @@ impl World {
                     node.first.get_or_insert(node.session.commits());
                 }
                 Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
-                Event::Farewell => {}
+                Event::Farewell => node.farewell = true,
                 Event::Spoilt { .. } => unreachable!("{event:?}"),
             }
         }
@@ -670,3 +672,6 @@ fn a_rank_that_leaves_in_the_middle_of_a_step_fails_nobody_where_others_go_on() 
     world.check();
     assert_eq!(world.nodes[0].committed[0][0].1, [Rank(0), Rank(1)]);
 }
+
+#[path = "departure_tests.rs"]
+mod departures;
