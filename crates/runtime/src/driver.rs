@@ -50,15 +50,14 @@ struct Copies {
     data: Option<Vec<u8>>,
 }
 
-/// How the job fails.
-type Fail = fn(&mut Engine, Fault);
+/// How a caller ends the job, or its part in it.
+type Ending = fn(&mut Engine, Fault);
 
 /// The engine's baton, and what threads say to whoever has it.
 pub(crate) struct Driver {
     engine: ArrayQueue<Box<Engine>>,
     submissions: ArrayQueue<Submission>,
-    /// Ways in which callers end the job, or their part in it.
-    faults: ArrayQueue<(Fault, Fail)>,
+    faults: ArrayQueue<(Fault, Ending)>,
     waiters: ArrayQueue<Thread>,
     /// Threads that want the baton; and those of them that want it for a moment only, whom every other lets pass.
     wanted: AtomicU32,
@@ -189,7 +188,7 @@ impl Driver {
         self.end(fault, Engine::resign);
     }
 
-    fn end(&self, fault: Fault, how: Fail) {
+    fn end(&self, fault: Fault, how: Ending) {
         let _ = self.faults.push((fault, how));
         self.wake_background();
         self.ring();

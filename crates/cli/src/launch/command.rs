@@ -27,7 +27,9 @@ use crate::args::{BrokerChoice, Transport, Wire};
 /// rank that exits with 0 is through, and leaves the others running.
 ///
 /// SIGINT and SIGTERM are passed on to the ranks as SIGTERM: they can end in order, and are killed after --grace; a second
-/// one of these signals kills them at once. SIGHUP, SIGUSR1 and SIGUSR2 are passed on as they are.
+/// one of these signals kills them at once. Programs that ask gradwire for it (Builder::stop_on_sigterm) end with one and
+/// the same step on all ranks: --grace has to leave time for two steps and a save. SIGHUP, SIGUSR1 and SIGUSR2 are passed
+/// on as they are.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

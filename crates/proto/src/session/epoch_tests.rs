@@ -57,6 +57,7 @@ struct Node {
     outcomes: Vec<Next>,
     aborted: u64,
     again: u64,
+    farewell: bool,
     fault: Option<Fault>,
 }
 
@@ -88,6 +89,7 @@ impl Node {
             outcomes: Vec::new(),
             aborted: 0,
             again: 0,
+            farewell: false,
             fault: None,
         }
     }
@@ -239,7 +241,7 @@ impl World {
                     node.first.get_or_insert(node.session.commits());
                 }
                 Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
-                Event::Farewell => {}
+                Event::Farewell => node.farewell = true,
                 Event::Spoilt { .. } => unreachable!("{event:?}"),
             }
         }
@@ -716,3 +718,6 @@ fn a_rank_that_leaves_in_the_middle_of_a_step_fails_nobody_where_others_go_on() 
 
 #[path = "epoch_found_tests.rs"]
 mod found;
+
+#[path = "departure_tests.rs"]
+mod departures;
