@@ -107,7 +107,9 @@ fn a_rank_that_stalls_for_long_learns_that_it_was_removed() {
             assert_eq!(ranks_of(&report, kind), [1], "{kind}: {report}");
         }
         assert!(said.contains("rank 1 learns that the others went on without it"), "{said}");
-        assert!(said.contains("rank 1 comes back too late, the others are through: it ends"), "{said}");
+        // On a slow machine it is awake before the others are through.
+        let late = said.contains("rank 1 comes back too late, the others are through: it ends");
+        assert!(late || joined(&report) == [1], "{report}\n{said}");
     }
 }
 
