@@ -5,14 +5,14 @@ use std::time::Duration;
 use gradwire_control::{AuditKind, AuditQuery, read_audit};
 use gradwire_tests::{Ended, Job, Plan, assert_faults};
 
-const STEPS: usize = 60;
+const STEPS: usize = 25;
 
 fn plan(transport: &str, recovery: &str) -> Plan {
     Plan::new(3, transport).with("GRADWIRE_RECOVERY", recovery).with("GRADWIRE_DEADLINE_MS", 20_000)
 }
 
 fn start(plan: &Plan, deeds: &[&str]) -> Job {
-    let arguments: Vec<&str> = ["60", "2"].into_iter().chain(deeds.iter().copied()).collect();
+    let arguments: Vec<&str> = ["25", "2"].into_iter().chain(deeds.iter().copied()).collect();
     Job::start((0..3).map(|rank| plan.command_of("e2e-ends", rank, &arguments)))
 }
 
@@ -41,7 +41,7 @@ fn a_rank_that_computes_for_several_times_the_silence_limit_is_not_lost() {
 #[test]
 fn ranks_with_other_settings_do_not_lose_each_other() {
     let plan = plan("tcp", "redo").with("GRADWIRE_HEARTBEAT_MS", 100).with("GRADWIRE_SILENCE_MS", 1000);
-    let arguments = ["60", "2", "1:5:compute-5000"];
+    let arguments = ["25", "2", "1:5:compute-5000"];
     let ranks = (0..3).map(|rank| {
         let mut command = plan.command_of("e2e-ends", rank, &arguments);
         if rank == 1 {

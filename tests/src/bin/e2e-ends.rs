@@ -1,7 +1,8 @@
 //! A trainer that ends as it is told: with the step that its commits name, and with a save where all ranks end.
 //!
 //! `e2e-ends STEPS PAUSE_MS [RANK:STEP:DEED]...`, with a pause before each step. Deeds: `stop` and `leave` ask for that;
-//! `deaf` goes on from then on, whatever commits say; `compute-MS` computes for so long in the middle of the step; `panic`
+//! `outlast-N` asks for a stop after N steps
+//! in which others were gone; `deaf` goes on from then on, whatever commits say; `compute-MS` computes for so long in the middle of the step; `panic`
 //! panics there, and `panic-thread` does so in a thread, with a process that goes on for a while. `E2E_SAVES` is the
 //! directory for the save; with `E2E_UNASKED` SIGTERM is not taken as notice.
 
@@ -91,7 +92,7 @@ fn train(steps: u64, pause: Duration, deeds: &[Deed]) -> Result<String, Fault> {
     let tensors = group.declare(&SIZES.map(|size| TensorSpec::new(format!("t{size}"), &[size], DType::F32)))?;
     let mut model = Model { weights: vec![1; 2_000_000] };
     println!("pid {}", std::process::id());
-    let (mut step, mut deaf) = (0, false);
+    let (mut step, mut deaf, mut outlasts, mut outlasted) = (0, false, None, 0);
     while step < steps {
         std::thread::sleep(pause);
         let mine = || deeds.iter().filter(|deed| deed.rank == group.rank() && deed.step == step);
@@ -100,16 +101,22 @@ fn train(steps: u64, pause: Duration, deeds: &[Deed]) -> Result<String, Fault> {
                 "stop" => group.request_stop()?,
                 "leave" => group.request_leave()?,
                 "deaf" => deaf = true,
-                _ => {}
+                what => outlasts = outlasts.or_else(|| what.strip_prefix("outlast-")?.parse::<usize>().ok()),
             }
         }
-        let middle = mine().map(|deed| deed.what.as_str()).find(|what| what.contains('-') || *what == "panic");
+        let middle = mine()
+            .map(|deed| deed.what.as_str())
+            .find(|what| what.starts_with("compute-") || what.starts_with("panic"));
         let next = match train_step(&group, &tensors, &mut model, step, middle) {
             Ok(next) => next,
             Err(fault) if fault.kind == FaultKind::StepAborted => continue,
             Err(fault) => return Err(fault),
         };
         step += 1;
+        outlasted += usize::from(group.members().len() < group.world_size() as usize);
+        if outlasts == Some(outlasted) {
+            group.request_stop()?;
+        }
         if next != Next::GoOn && !deaf {
             return end(group, tensors, &model, step, next);
         }
