@@ -3,7 +3,10 @@
 //! A rank is the binary `e2e-rank` with the name of a scenario. It ends with one line on standard output: `ok ...`, or
 //! `fault KIND rank=R tensor=T: TEXT`.
 
+pub mod broker;
 pub mod model;
+pub mod network;
+pub mod steps;
 pub mod sys;
 
 use std::collections::BTreeMap;
@@ -84,21 +87,41 @@ impl Plan {
     /// When the broker cannot be started.
     #[must_use]
     pub fn new(world_size: u32, transport: &str) -> Self {
+        Self::with_broker(world_size, transport, BrokerConfig::new(([127, 0, 0, 1], 0).into()))
+    }
+
+    /// The same, where the broker is configured like this but for its token.
+    ///
+    /// # Panics
+    /// When the broker cannot be started.
+    #[must_use]
+    pub fn with_broker(world_size: u32, transport: &str, mut config: BrokerConfig) -> Self {
         let secret = Secret::from_bytes(random());
-        let mut config = BrokerConfig::new(([127, 0, 0, 1], 0).into());
-        config.token = Some(broker_token(&secret).into());
+        let token = broker_token(&secret);
+        config.token = Some(token.clone().into());
         let broker = EmbeddedBroker::start(config).unwrap_or_else(|fault| panic!("no broker: {fault}"));
+        let (url, token) = (broker.url().to_owned(), Some(token));
+        Self { broker: Some(broker), ..Self::at(&url, token, &secret, world_size, transport) }
+    }
+
+    /// A job with a fresh secret at a broker that admits everybody.
+    #[must_use]
+    pub fn over(broker: &str, world_size: u32, transport: &str) -> Self {
+        Self::at(broker, None, &Secret::from_bytes(random()), world_size, transport)
+    }
+
+    fn at(broker: &str, token: Option<String>, secret: &Secret, world_size: u32, transport: &str) -> Self {
         let instance: [u8; 16] = random();
         let variables = [
             ("GRADWIRE_JOB", "e2e".to_owned()),
             ("GRADWIRE_INSTANCE", hex(&instance)),
             ("GRADWIRE_SECRET", secret.to_hex()),
-            ("GRADWIRE_BROKER", broker.url().to_owned()),
-            ("GRADWIRE_BROKER_TOKEN", broker_token(&secret)),
+            ("GRADWIRE_BROKER", broker.to_owned()),
             ("GRADWIRE_TRANSPORT", transport.to_owned()),
         ];
-        let variables = variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        Self { variables, world_size, broker: Some(broker) }
+        let token = token.map(|token| ("GRADWIRE_BROKER_TOKEN", token));
+        let variables = variables.into_iter().chain(token).map(|(name, value)| (name.to_owned(), value)).collect();
+        Self { variables, world_size, broker: None }
     }
 
     /// Sets a variable for all ranks.
@@ -106,6 +129,15 @@ impl Plan {
     pub fn with(mut self, name: &str, value: impl ToString) -> Self {
         self.variables.insert(name.to_owned(), value.to_string());
         self
+    }
+
+    /// The job's embedded broker.
+    ///
+    /// # Panics
+    /// When it has none, or not any more.
+    #[must_use]
+    pub fn broker(&self) -> &EmbeddedBroker {
+        self.broker.as_ref().expect("an embedded broker")
     }
 
     /// Ends the broker, as if it had died.
@@ -180,15 +212,26 @@ impl Job {
     /// # Panics
     /// When it ends or [`PATIENCE`] passes before.
     pub fn wait_for_line(&mut self, rank: usize, beginning: &str) -> String {
+        self.wait_for(rank, beginning, |line| line.starts_with(beginning))
+    }
+
+    /// Waits until the rank has printed such a line, and returns it. `what` says what is awaited.
+    ///
+    /// # Panics
+    /// When it ends or [`PATIENCE`] passes before.
+    pub fn wait_for(&mut self, rank: usize, what: &str, is_it: impl Fn(&str) -> bool) -> String {
         let running = &mut self.ranks[rank];
         let limit = Instant::now() + PATIENCE;
+        if let Some(line) = running.seen.iter().find(|line| is_it(line)) {
+            return line.clone();
+        }
         loop {
-            if let Some(line) = running.seen.iter().find(|line| line.starts_with(beginning)) {
-                return line.clone();
-            }
             match running.lines.recv_timeout(limit.saturating_duration_since(Instant::now())) {
                 Ok(line) => running.seen.push(line),
-                Err(_) => panic!("rank {rank} never printed '{beginning}', but {:?}", running.seen),
+                Err(_) => panic!("rank {rank} never printed '{what}', but {:?}", running.seen),
+            }
+            if let Some(line) = running.seen.last().filter(|line| is_it(line)) {
+                return line.clone();
             }
         }
     }

@@ -3,19 +3,19 @@
 //! It runs against `gradwire broker --data-dir`, or, where `ci/pulsar/standalone` starts it, against that Apache Pulsar.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use gradwire_control::{BrokerAccess, JobConfig, VersionQuery, read_versions};
 use gradwire_proto::Secret;
-use gradwire_tests::{PATIENCE, Plan, binary, random};
+use gradwire_tests::broker::DurableBroker;
+use gradwire_tests::{PATIENCE, Plan, random};
 
 const RANKS: u32 = 3;
 
 /// A broker that can be killed and started again, at the same URL and with the same data.
 enum Broker {
-    Embedded { data: tempfile::TempDir, listen: String, process: Child },
+    Embedded(DurableBroker),
     Apache { program: String, data: String, url: String },
 }
 
@@ -27,57 +27,29 @@ impl Broker {
         {
             return Self::Apache { program, data, url };
         }
-        let data = tempfile::tempdir().expect("a directory");
-        let (process, url) = gradwire_broker("127.0.0.1:0", &data);
-        let listen = url.trim_start_matches("pulsar://").to_owned();
-        Self::Embedded { data, listen, process }
+        Self::Embedded(DurableBroker::start())
     }
 
     fn url(&self) -> String {
         match self {
-            Self::Embedded { listen, .. } => format!("pulsar://{listen}"),
+            Self::Embedded(broker) => broker.url().to_owned(),
             Self::Apache { url, .. } => url.clone(),
         }
     }
 
     fn kill(&mut self) {
         match self {
-            Self::Embedded { process, .. } => {
-                process.kill().expect("it runs");
-                process.wait().expect("it ends");
-            }
+            Self::Embedded(broker) => broker.kill(),
             Self::Apache { program, data, .. } => ask(program, "kill", data),
         }
     }
 
     fn again(&mut self) {
         match self {
-            Self::Embedded { data, listen, process } => *process = gradwire_broker(listen, data).0,
+            Self::Embedded(broker) => broker.again(),
             Self::Apache { program, data, .. } => ask(program, "start", data),
         }
     }
-}
-
-impl Drop for Broker {
-    fn drop(&mut self) {
-        if let Self::Embedded { process, .. } = self {
-            let _ = process.kill();
-            let _ = process.wait();
-        }
-    }
-}
-
-fn gradwire_broker(listen: &str, data: &tempfile::TempDir) -> (Child, String) {
-    let mut process = Command::new(binary("gradwire"))
-        .args(["broker", "--no-auth", "--listen", listen, "--data-dir"])
-        .arg(data.path())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("gradwire starts");
-    let mut url = String::new();
-    BufReader::new(process.stdout.take().expect("a pipe")).read_line(&mut url).expect("its URL");
-    assert!(url.starts_with("pulsar://"), "the broker does not start: see above");
-    (process, url.trim().to_owned())
 }
 
 fn ask(program: &str, what: &str, data: &str) {

@@ -1,7 +1,6 @@
 //! Ranks that join while others train: they come to the same bits, and the others do not wait for them.
 
-use std::collections::BTreeMap;
-
+use gradwire_tests::steps::{self, Steps};
 use gradwire_tests::{Ended, Job, Plan};
 use rustix::process::Signal;
 
@@ -24,19 +23,8 @@ fn command(plan: &Plan, rank: u32) -> std::process::Command {
 }
 
 /// Asserts that these processes are through, and that no process had another state after any step.
-fn assert_same(ended: &[Ended], through: &[usize]) -> BTreeMap<usize, (String, String)> {
-    let mut all = BTreeMap::new();
-    for (process, one) in ended.iter().enumerate() {
-        for (step, made) in one.steps() {
-            let known = all.entry(step).or_insert_with(|| made.clone());
-            assert_eq!(*known, made, "process {process} has another step {step}: {ended:#?}");
-        }
-    }
-    for process in through {
-        assert_eq!(ended[*process].verdict(), format!("ok {STEPS} steps"), "process {process}: {ended:#?}");
-    }
-    assert_eq!(all.keys().copied().collect::<Vec<_>>(), (0..STEPS).collect::<Vec<_>>());
-    all
+fn assert_same(ended: &[Ended], through: &[usize]) -> Steps {
+    steps::assert_same(ended, through, STEPS)
 }
 
 #[test]
