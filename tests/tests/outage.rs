@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 const STEPS: usize = 30;
 /// Where ranks come back, the others must not be through before.
-const STEPS_WITH_RETURNS: usize = 90;
+const STEPS_WITH_RETURNS: usize = 300;
 const RANKS: u32 = 4;
 
 fn plan(broker: &DurableBroker, transport: &str) -> Plan {

@@ -234,7 +234,7 @@ impl Builder {
         if start.is_late() {
             let detail = "the job runs already: take part in it with Builder::join, which gets its state first";
             let fault = Fault::new(FaultKind::WorldMismatch, detail).at(start.hello.rank);
-            return Err(start.tell(fault));
+            return Err(start.tell(fault, false));
         }
         self.link(start, None)
     }
@@ -273,8 +273,10 @@ impl Builder {
             deadline: start.deadline,
             view: start.view.clone(),
             before: start.view.clone(),
+            ready: false,
         };
-        let mut caught_up = newcomer.catch_up(trainer).map_err(|fault| start.tell(fault))?;
+        let caught_up = newcomer.catch_up(trainer);
+        let mut caught_up = caught_up.map_err(|fault| start.tell(fault, newcomer.ready))?;
         let (view, before, deadline) = (newcomer.view, newcomer.before, start.deadline);
         self.first_step = Step(caught_up.outline.first_step);
         let declared = caught_up.outline.declared.clone();

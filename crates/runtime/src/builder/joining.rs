@@ -32,6 +32,8 @@ use crate::types::TransportChoice;
 
 /// Longer deadlines are taken as this: a year.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long a process that does not take part after all may take to say so.
+const LEAVE_MAX: Duration = Duration::from_secs(2);
 
 /// A process that joined the control plane.
 pub(super) struct Start {
@@ -53,9 +55,16 @@ impl Start {
 
     /// Says in the control log what this process met that is no member. It is nobody else's affair, but a launcher learns
     /// whether starting it again could help.
-    pub(super) fn tell(&self, fault: Fault) -> Fault {
+    pub(super) fn tell(&self, fault: Fault, may_be_member: bool) -> Fault {
         if let Some(control) = self.control.as_ref().filter(|_| fault.reporter.is_none()) {
-            control.report(&fault);
+            if may_be_member {
+                // A member's fault would be that of all: the others go on without it as they did before.
+                if let Err(fault) = control.leave(LEAVE_MAX, LEAVE_MAX) {
+                    tracing::debug!(%fault, "the others were not told that this rank does not take part");
+                }
+            } else {
+                control.report(&fault);
+            }
         }
         fault
     }

@@ -44,6 +44,8 @@ pub(crate) struct Newcomer<'a> {
     /// The members now, and before this process was one.
     pub(crate) view: View,
     pub(crate) before: View,
+    /// It has said that it is ready: from then on the others may count on it.
+    pub(crate) ready: bool,
 }
 
 /// Why an attempt came to nothing.
@@ -122,17 +124,16 @@ impl Newcomer<'_> {
             |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
         let results = tensors.iter().map(result).collect();
         let mut caught_up = CaughtUp { sources, outline, tensors, results, commits, transfer };
-        let mut ready = false;
         while self.view.member(self.control.join_id()).is_none() {
             match caught_up.follow(trainer) {
                 Ok(true) => {}
-                Ok(false) if !ready => {
+                Ok(false) if !self.ready => {
                     self.control.ready();
-                    ready = true;
+                    self.ready = true;
                 }
                 Ok(false) => std::thread::sleep(FOLLOW_EVERY),
                 // The others may count on it by now.
-                Err(Attempt::Again(why)) if ready => return Err(Attempt::Never(lost(&why))),
+                Err(Attempt::Again(why)) if self.ready => return Err(Attempt::Never(lost(&why))),
                 Err(attempt) => return Err(attempt),
             }
             self.take_events()?;
