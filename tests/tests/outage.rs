@@ -9,8 +9,6 @@ use gradwire_tests::{Job, Plan, random};
 use rustix::process::Signal;
 
 const STEPS: usize = 30;
-/// Where ranks come back, the others must not be through before.
-const STEPS_WITH_RETURNS: usize = 300;
 const RANKS: u32 = 4;
 
 fn plan(broker: &DurableBroker, transport: &str) -> Plan {
@@ -73,25 +71,4 @@ fn a_broker_that_stays_away_ends_the_step_by_its_deadline_on_every_rank() {
         let said = ended[rank].verdict();
         assert!(said.starts_with("fault RankDied rank=2") && said.contains("the broker may be away"), "{ended:#?}");
     }
-}
-
-/// Ranks die and come back while the broker dies and comes back, again and again.
-#[test]
-fn ranks_come_back_while_the_broker_does() {
-    let mut broker = DurableBroker::start();
-    let plan = plan(&broker, "tcp").with("GRADWIRE_DEADLINE_MS", 60_000);
-    let mut job = start(&plan, STEPS_WITH_RETURNS);
-    let mut last = 3;
-    for step in [5, 15, 25] {
-        job.wait_for_line(0, &format!("step {step} "));
-        job.signal(last, Signal::KILL);
-        last = job.add(command(&plan, 3, STEPS_WITH_RETURNS));
-        std::thread::sleep(millis(300));
-        broker.kill();
-        std::thread::sleep(millis(300));
-        broker.again();
-        job.wait_for_line(last, "joined ");
-    }
-    let ended = job.wait();
-    assert_same(&ended, &[0, 1, 2, last], STEPS_WITH_RETURNS);
 }

@@ -37,7 +37,7 @@ found! {
     payloads_that_nobody_checks: SkipCrc, "5 integrity";
     writes_that_land_unasked: SkipAdmission, "1 same bits" | "2 exactly once" | "3 no stale write";
     deadlines_that_nobody_keeps: IgnoreDeadline, "4 bounded";
-    receipts_for_what_is_not_stored: EarlyReceipt, "6 durable" | "4 bounded" | "progress";
+    receipts_for_what_is_not_stored: EarlyReceipt, "6 durable" | "4 bounded" | "progress" | "1 same bits";
     memory_that_outlives_its_epoch: LeakEpoch, "7 bounded memory";
     federated_sums_over_what_is_there: AddWhatIsHere, "federated sums";
     what_is_done_again_from_a_result: RedoFromResult, "2 exactly once";
