@@ -1,11 +1,12 @@
 //! The launcher's side of its agents: starting them here or by ssh, hearing them, ending them.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -68,6 +69,8 @@ pub(super) struct AgentLink {
     child: Child,
     input: Option<ChildStdin>,
     complaints: Arc<Mutex<VecDeque<String>>>,
+    /// Closed by the thread that hears them, at their end.
+    complained: Receiver<Infallible>,
 }
 
 impl AgentLink {
@@ -93,9 +96,14 @@ impl AgentLink {
             .spawn()
             .map_err(|error| failed(&error))?;
         let complaints = Arc::new(Mutex::new(VecDeque::new()));
+        let (complains, complained) = mpsc::channel();
         if let Some(stderr) = child.stderr.take() {
             let (kept, host) = (Arc::clone(&complaints), host.name.clone());
-            spawn("agent-stderr", move || hear_complaints(stderr, &kept, &host)).map_err(|error| failed(&error))?;
+            spawn("agent-stderr", move || {
+                hear_complaints(stderr, &kept, &host);
+                drop(complains);
+            })
+            .map_err(|error| failed(&error))?;
         }
         if let Some(stdout) = child.stdout.take() {
             let (events, outlet) = (events.clone(), Arc::clone(outlet));
@@ -107,7 +115,7 @@ impl AgentLink {
             .map_err(|error| failed(&error))?;
         }
         let input = child.stdin.take();
-        Ok(Self { host: host.clone(), hello: None, done: false, lost: false, child, input, complaints })
+        Ok(Self { host: host.clone(), hello: None, done: false, lost: false, child, input, complaints, complained })
     }
 
     /// Tells the agent something. That it is gone is heard elsewhere.
@@ -135,6 +143,8 @@ impl AgentLink {
             },
             None => "closed its output".to_owned(),
         };
+        // What it said last is perhaps not read yet.
+        let _ = self.complained.recv_timeout(Duration::from_secs(1));
         let who = if self.host.local { "the agent" } else { "ssh" };
         let complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
         if complaints.is_empty() {
