@@ -103,9 +103,9 @@ pub(crate) enum Report {
     Applied { from: ProcessId, header: FrameHeader, crc: u32, epoch: Epoch, step: Step },
     /// A record of a commit got its receipt.
     Committed(Rc<CommitRecord>),
-    /// How much it holds in this place among so many members: what waits to be sent, told or done, registered memory, and what it
-    /// remembers of processes and records.
-    Load { seat: usize, members: usize, queued: usize, regions: usize, bytes: usize, remembered: usize },
+    /// How much it holds as the owner of so many bytes among so many members: what waits to be sent, told or done,
+    /// registered memory, and what it remembers of processes and records.
+    Load { owned: usize, members: usize, queued: usize, regions: usize, bytes: usize, remembered: usize },
     /// The process ended by itself.
     Ended(Result<(), Fault>),
     /// A contributor began to wait for a round's result, which has to come by then.

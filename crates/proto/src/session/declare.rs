@@ -122,10 +122,19 @@ impl Session {
         self.check_prepared();
     }
 
-    /// Lays out the agreed declarations: the plan grows by them. Returns the index of the first new bucket.
+    /// Lays out the agreed declarations: the plan grows by them. Returns the index of the first new bucket. Where that is
+    /// the first of all, no earlier memory is used, and none counts in [`Session::landing`]: an epoch that began in the
+    /// middle of this round had it laid out by then.
     pub fn lay_out(&mut self, declarations: &[Declaration]) -> u32 {
         self.drop_unfinished_round();
         let first = self.plan.buckets.len();
+        if first == 0 {
+            for peer in &mut self.peers {
+                // A peer may be prepared already.
+                let ready = peer.rounds_ready.saturating_sub(self.rounds) as usize;
+                peer.landings.drain(..peer.landings.len().saturating_sub(ready));
+            }
+        }
         self.plan.extend(declarations);
         self.declared.push(declarations.to_vec());
         let world = self.peers.len();
@@ -221,7 +230,8 @@ impl Session {
         self.rounds
     }
 
-    /// Where this rank's contributions for the buckets of `round` are to be written in `peer`'s memory.
+    /// Where this rank's contributions are to be written in the memory that `peer` laid out as its `round`th since the
+    /// epoch began.
     #[must_use]
     pub fn landing(&self, peer: Rank, round: u32) -> Location {
         self.peers[peer.index()].landings[round as usize]

@@ -53,7 +53,7 @@ impl Engine {
         }
         let declarations = agree(&manifests)?;
         let first = self.session.lay_out(&declarations);
-        self.memory.buckets.truncate(first as usize);
+        self.memory.discard_from(first);
         self.slots.truncate(self.session.plan().tensors.len() - declarations.len());
         let me = self.rank();
         let plan = self.session.plan();

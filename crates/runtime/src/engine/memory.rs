@@ -75,6 +75,14 @@ impl Memory {
         self.dirty = Bits::default();
     }
 
+    /// The buckets from `first` on are laid out anew: an epoch that began while ranks declared had laid them out too.
+    pub(super) fn discard_from(&mut self, first: u32) {
+        self.buckets.truncate(first as usize);
+        if first == 0 {
+            self.old_rounds.append(&mut self.rounds);
+        }
+    }
+
     /// Frees what was set aside. No peer may write to it any more.
     pub(super) fn free_old(&mut self, transport: &mut dyn Transport) {
         for RoundMemory { contributions, results, landings } in self.old_rounds.drain(..) {

@@ -12,7 +12,7 @@ use crate::world::Ending;
 #[derive(Debug)]
 pub(super) struct BoundedMemory {
     plan: Rc<Plan>,
-    /// By process, its place among the members and their number: what is registered.
+    /// By process, what it owns and the number of members: what is registered.
     registered: BTreeMap<(ProcessId, usize, usize), usize>,
     started: usize,
 }
@@ -29,20 +29,23 @@ impl Checker for BoundedMemory {
     }
 
     fn observe(&mut self, _now: Nanos, process: ProcessId, report: &Report) -> Verdict {
-        let (seat, members, queued, regions, bytes, remembered) = match report {
+        let (owned, members, queued, regions, bytes, remembered) = match report {
             Report::Started { .. } => {
                 self.started += 1;
                 return Ok(());
             }
-            Report::Load { seat, members, queued, regions, bytes, remembered } => {
-                (*seat, *members, *queued, *regions, *bytes, *remembered)
+            Report::Load { owned, members, queued, regions, bytes, remembered } => {
+                (*owned, *members, *queued, *regions, *bytes, *remembered)
             }
             _ => return Ok(()),
         };
-        // The same place among as many members needs the same memory, in every epoch and step.
-        let known = *self.registered.entry((process, seat, members)).or_insert(bytes);
+        // The same shards among as many members need the same memory, in every epoch and step.
+        let known = *self.registered.entry((process, owned, members)).or_insert(bytes);
         if known != bytes {
-            return Err(format!("p{} has {bytes} bytes registered, and had {known} with as many members", process.0));
+            return Err(format!(
+                "p{} has {bytes} bytes registered, and had {known} with as many members and the same shards",
+                process.0
+            ));
         }
         let tensors = self.plan.tensors.len();
         // Of each tensor input, output, and another output for when it is done again; in each declaration round staging of

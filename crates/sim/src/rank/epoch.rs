@@ -29,6 +29,8 @@ pub(super) struct Epochs {
     pub(super) replaced: BTreeMap<usize, Finished>,
     /// The step is final, and was made so: the trainer is told once it has all results.
     pub(super) committed: Option<Made>,
+    /// What it is told right after.
+    next_aborted: Option<Outcome>,
     /// The view that is to be entered, and when somebody who is to open a link is given up.
     pending: Option<(View, Nanos)>,
     /// The step was given up: what is handed over now is for the next epoch.
@@ -139,7 +141,13 @@ impl Exchange {
         } else if self.session.fault().is_none() {
             // A caller that is about to begin the step has to offer its state first, too.
             let detail = format!("{why}: repeat the step from its beginning");
-            self.outcomes.push_back(Outcome::Aborted(Fault::new(FaultKind::StepAborted, detail)));
+            let aborted = Outcome::Aborted(Fault::new(FaultKind::StepAborted, detail));
+            if self.epochs.committed.is_some() {
+                // It hears of the step that is final before.
+                self.epochs.next_aborted = Some(aborted);
+            } else {
+                self.outcomes.push_back(aborted);
+            }
         }
     }
 
@@ -221,6 +229,7 @@ impl Exchange {
         self.slots.fill(Slot::default());
         let replaced = std::mem::take(&mut self.epochs.replaced).into_values().collect();
         self.outcomes.push_back(Outcome::Committed { made, replaced });
+        self.outcomes.extend(self.epochs.next_aborted.take());
         true
     }
 

@@ -76,6 +76,8 @@ pub(super) struct Finished {
     pub(super) contributors: Rc<[ProcessId]>,
     pub(super) nonfinite: bool,
     pub(super) output: RegionKey,
+    /// The trainer has an earlier result, and gets this one with its commit.
+    pub(super) replaces: bool,
 }
 
 /// A process that this one exchanges data with.
@@ -384,9 +386,9 @@ impl Exchange {
 
     /// The session is through with an operation.
     fn note_done(&mut self, tensor: TensorId, step: Step, nonfinite: bool) {
-        let Some(output) = self.slots[tensor.index()].output else { return };
+        let Slot { output: Some(output), replaces, .. } = self.slots[tensor.index()] else { return };
         let (version, contributors) = (self.version(step), self.epochs.contributors.clone());
-        self.finishing.push(Finished { tensor: tensor.index(), version, contributors, nonfinite, output });
+        self.finishing.push(Finished { tensor: tensor.index(), version, contributors, nonfinite, output, replaces });
     }
 
     /// Hands over what ended, once nothing reads its memory any more.
@@ -403,7 +405,7 @@ impl Exchange {
             let finished = self.finishing.swap_remove(at);
             let slot = &mut self.slots[finished.tensor];
             slot.given = true;
-            if slot.replaces {
+            if finished.replaces {
                 self.epochs.replaced.insert(finished.tensor, finished.clone());
             }
             self.outcomes.push_back(Outcome::Done(finished));

@@ -366,7 +366,7 @@ impl RankProgram {
             // What an earlier epoch left is there until all are through with it.
             if exchange.memory.old_rounds.is_empty() {
                 context.report(Report::Load {
-                    seat: exchange.view.members.iter().take_while(|member| member.rank != exchange.me()).count(),
+                    owned: exchange.owned(),
                     members: exchange.view.members.len(),
                     queued: exchange.session.backlog() + self.commits.len() + exchange.holder.steps_kept(),
                     regions: context.memory.regions(),

@@ -57,8 +57,8 @@ impl Exchange {
     pub(super) fn add_round(&mut self, context: &mut Context<'_>, first: usize) {
         let (layout, me) = (self.session.plan(), self.session.config().rank);
         let world = layout.ranks();
+        self.memory.discard_from(first as u32);
         let round = self.memory.rounds.len();
-        self.memory.buckets.truncate(first);
         let (mut staged, mut landing) = (0, vec![0; world]);
         for bucket in &layout.buckets[first..] {
             let landing_at = landing.clone();
@@ -97,6 +97,13 @@ impl Exchange {
         self.memory.rounds.push(memory);
     }
 
+    /// Bytes of the shards that this rank owns, each bucket's aligned as in memory.
+    pub(super) fn owned(&self) -> usize {
+        let (layout, me) = (self.session.plan(), self.session.config().rank);
+        let owned = |bucket| layout.owned_bytes(bucket, me).next_multiple_of(ALIGNMENT);
+        layout.buckets.iter().map(owned).sum::<u64>() as usize
+    }
+
     /// By rank: where contributions to the latest round are to be written.
     pub(super) fn landings(&self) -> Vec<Location> {
         let of = |key: &Option<RegionKey>| key.map_or(Location::default(), |region| Location { region, offset: 0 });
@@ -112,6 +119,14 @@ impl Regions {
         self.buckets.clear();
         self.crcs.clear();
         self.dirty.clear();
+    }
+
+    /// The buckets from `first` on are laid out anew: an epoch that began while ranks declared had laid them out too.
+    pub(super) fn discard_from(&mut self, first: u32) {
+        self.buckets.truncate(first as usize);
+        if first == 0 {
+            self.old_rounds.append(&mut self.rounds);
+        }
     }
 
     /// Frees what was set aside.

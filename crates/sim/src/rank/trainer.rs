@@ -215,7 +215,7 @@ impl Trainer {
 
     /// An operation ended well.
     fn finish(&mut self, context: &mut Context<'_>, finished: Finished) {
-        let Finished { tensor: index, version, contributors, nonfinite, output } = finished;
+        let Finished { tensor: index, version, contributors, nonfinite, output, replaces } = finished;
         let tensor = context.plan.tensors[index];
         let whole = context.memory.get(output);
         let rank = place_in(&contributors, context.process);
@@ -223,7 +223,10 @@ impl Trainer {
             Collective::ReduceScatter => own_block(whole, &tensor, contributors.len(), rank).into(),
             _ => whole.into(),
         };
-        self.buffers[index].held.push((output, crc32(whole)));
+        // What replaces a result is the trainer's with the commit only: until then it may be done again.
+        if !replaces {
+            self.buffers[index].held.push((output, crc32(whole)));
+        }
         self.in_flight[index] = false;
         self.results[index] = Some(Final { crc: crc32(&bytes), nonfinite });
         context.report(Report::Completed { version, tensor: index, contributors, rank: rank.0, bytes, nonfinite });
@@ -232,6 +235,10 @@ impl Trainer {
     /// The step is final.
     fn end_step(&mut self, context: &mut Context<'_>, exchange: &mut Exchange, made: &Made, replaced: Vec<Finished>) {
         let Made { version, contributors, ranks, crcs } = made;
+        for finished in &replaced {
+            let crc = crc32(context.memory.get(finished.output));
+            self.buffers[finished.tensor].held.push((finished.output, crc));
+        }
         let mut results: Vec<Final> = self.results.iter().flatten().copied().collect();
         if context.has(Mutation::KeepReplaced) {
             for finished in &replaced {
