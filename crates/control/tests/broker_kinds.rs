@@ -66,7 +66,9 @@ async fn publish(producer: &mut Producer<TokioExecutor>, key: &str, text: String
 /// What comes until nothing comes any more.
 async fn drain(consumer: &mut Consumer<Vec<u8>, TokioExecutor>) -> Vec<Received<Vec<u8>>> {
     let mut received = Vec::new();
-    while let Ok(message) = timeout(SILENCE, consumer.next()).await {
+    // A broker that collects garbage, or whose machine is busy, is silent for longer.
+    let silence = if std::env::var_os("GRADWIRE_TEST_PULSAR_URL").is_some() { 7 * SILENCE } else { SILENCE };
+    while let Ok(message) = timeout(silence, consumer.next()).await {
         received.push(message.expect("open").expect("a message"));
     }
     received
@@ -201,8 +203,6 @@ async fn key_shared_keeps_keys_together_and_in_order_when_consumers_come_and_go(
             publish(&mut producer, key, round.to_string()).await;
         }
     }
-    // How many these are, the broker decides: it gets time to send them.
-    tokio::time::sleep(10 * SILENCE).await;
     let stayed: BTreeSet<String> = drain(&mut first).await.iter().map(key).collect();
     assert!(stayed.len() > 3 && stayed.len() < 17, "{stayed:?}");
     assert_eq!(numbers(&drain(&mut second).await), [], "the first consumer holds messages of these keys");
