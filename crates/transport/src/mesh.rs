@@ -62,6 +62,35 @@ pub struct MeshConfig {
     pub deadline: Duration,
 }
 
+/// What a mesh that comes up hears and says of its job.
+pub trait MeshWatch {
+    /// Asked several times a second: other members change the mesh.
+    ///
+    /// # Errors
+    /// A fault that was learned elsewhere ends the wait.
+    fn change(&mut self) -> Result<Option<MeshChange>, Fault>;
+
+    /// After so long without a link a peer is taken for lost; by default nobody is before the deadline.
+    fn patience(&self) -> Option<Duration> {
+        None
+    }
+
+    /// There is no link to [`Fault::rank`]. The mesh waits on, for it or for other members, unless this returns the
+    /// fault: by default it does.
+    ///
+    /// # Errors
+    /// The fault, where nobody can go on without that rank.
+    fn lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        Err(fault)
+    }
+}
+
+impl<F: FnMut() -> Result<Option<MeshChange>, Fault>> MeshWatch for F {
+    fn change(&mut self) -> Result<Option<MeshChange>, Fault> {
+        self()
+    }
+}
+
 /// One rank of a mesh.
 #[derive(Clone, Debug)]
 pub struct MeshMember {
@@ -84,19 +113,15 @@ pub struct MeshChange {
 }
 
 impl Listeners {
-    /// Brings up the links to all peers. Dropping the [`Door`] closes the listening sockets. `watch` is asked several
-    /// times a second: a fault learned elsewhere ends the wait, and other members change it.
+    /// Brings up the links to all peers. Dropping the [`Door`] closes the listening sockets. A rank that reaches
+    /// nobody, among three or more, takes itself for the lost one.
     ///
     /// # Errors
     /// A [`Fault`], by the deadline at the latest; everything that was opened is closed again then. `InvalidArgument`
     /// or `WorldMismatch` when the configuration, or a peer's, does not fit; `AddressUnreachable`, with every address
     /// that was tried, when a peer cannot be reached; `SecretMismatch` and `ProtocolVersion` from the hello;
-    /// `DeadlineExceeded` with the ranks that are missing; what `stop` returned.
-    pub fn connect(
-        self,
-        config: MeshConfig,
-        watch: &mut dyn FnMut() -> Result<Option<MeshChange>, Fault>,
-    ) -> Result<(Links, Door), Fault> {
+    /// `DeadlineExceeded` with the ranks that are missing; what `watch` returned.
+    pub fn connect(self, config: MeshConfig, watch: &mut dyn MeshWatch) -> Result<(Links, Door), Fault> {
         check(&config)?;
         let now = Instant::now();
         let mut mesh = Mesh {
@@ -104,15 +129,17 @@ impl Listeners {
             acceptor: Acceptor::new(self),
             links: Vec::new(),
             deadline: now + config.deadline,
+            since: now,
             config,
         };
         mesh.dial_missing(now);
         while mesh.missing().next().is_some() {
-            if let Some(change) = watch()? {
+            if let Some(change) = watch.change()? {
                 mesh.change(change)?;
             }
             let now = Instant::now();
-            mesh.advance(now)?;
+            mesh.advance(now, watch)?;
+            mesh.give_up_missing(now, watch)?;
             if now >= mesh.deadline && mesh.missing().next().is_some() {
                 return Err(mesh.overdue());
             }
@@ -129,6 +156,8 @@ struct Mesh {
     dials: Vec<Dial>,
     links: Vec<Arrival>,
     deadline: Instant,
+    /// Since when these members are to be linked, or were last given up.
+    since: Instant,
 }
 
 impl Mesh {
@@ -170,23 +199,51 @@ impl Mesh {
         self.config.hello.epoch = epoch;
         self.config.members = members;
         check(&self.config)?;
-        self.dial_missing(Instant::now());
+        self.since = Instant::now();
+        self.dial_missing(self.since);
+        Ok(())
+    }
+
+    /// Whether peers that cannot be reached may be lost, rather than this rank.
+    fn may_blame(&self) -> bool {
+        self.config.members.len() == 2 || !self.links.is_empty()
+    }
+
+    /// Says whom nothing is heard of for too long: perhaps the others go on without them.
+    fn give_up_missing(&mut self, now: Instant, watch: &mut dyn MeshWatch) -> Result<(), Fault> {
+        let Some(patience) = watch.patience().filter(|patience| now.duration_since(self.since) >= *patience) else {
+            return Ok(());
+        };
+        self.since = now;
+        if !self.may_blame() || now >= self.deadline {
+            return Ok(());
+        }
+        let seconds = patience.as_secs_f32();
+        for peer in self.missing().collect::<Vec<_>>() {
+            let detail = format!("{peer} opened no link within {seconds} s");
+            watch.lost(Fault::new(FaultKind::DeadlineExceeded, detail).at(peer))?;
+        }
         Ok(())
     }
 
     /// Does what can be done without waiting.
-    fn advance(&mut self, now: Instant) -> Result<(), Fault> {
+    fn advance(&mut self, now: Instant, watch: &mut dyn MeshWatch) -> Result<(), Fault> {
         for accepted in self.acceptor.advance(&self.config.hello, now)? {
             self.take_accepted(accepted)?;
         }
         let params = &self.config.hello;
         let mut active = self.dials.iter().filter(|dial| dial.is_active()).count();
+        let may_blame = self.may_blame();
         let mut linked = Vec::new();
         for dial in &mut self.dials {
             let was_active = dial.is_active();
             match dial.advance(params, now, active < DIALS_MAX) {
                 Dialled::Pending => {}
                 Dialled::Linked { socket, is_unix } => linked.push((dial.peer, socket, is_unix)),
+                Dialled::Failed(fault) if fault.kind == FaultKind::AddressUnreachable && may_blame => {
+                    watch.lost(fault)?;
+                    dial.begin_again(now);
+                }
                 Dialled::Failed(fault) => return Err(fault),
             }
             active = active + usize::from(dial.is_active()) - usize::from(was_active);

@@ -16,7 +16,7 @@ use gradwire_proto::session::{Recovery, SessionConfig, Timing};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Secret};
 use gradwire_transport::Transport;
 use gradwire_transport::establish::{Door, ListenConfig, Listeners};
-use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember};
+use gradwire_transport::mesh::{Choice, MeshChange, MeshConfig, MeshMember, MeshWatch};
 use rustix::process::{Resource, Rlimit};
 
 use super::{Builder, SILENCE_DEFAULT};
@@ -32,6 +32,8 @@ use crate::types::TransportChoice;
 
 /// Longer deadlines are taken as this: a year.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+/// After so long without a link, or a third of the deadline, the others go on without a rank.
+const LINK_PATIENCE_MAX: Duration = Duration::from_secs(10);
 /// How long a process that does not take part after all may take to say so.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
 
@@ -143,22 +145,10 @@ impl Builder {
             choice,
             deadline: deadline.saturating_duration_since(Instant::now()),
         };
-        let mut watch = || {
-            let Some(control) = &control else { return Ok(None) };
-            let mut change = None;
-            while let Some(event) = control.event() {
-                match event {
-                    ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => return Err(fault),
-                    ControlEvent::View(new) => {
-                        let members = mesh_members(&new, &came);
-                        change = Some(MeshChange { epoch: new.epoch, members });
-                        view = new;
-                    }
-                    _ => {}
-                }
-            }
-            Ok(change)
-        };
+        // A newcomer has no say in who is lost.
+        let goes_on = self.recovery != Recovery::Fail && declared.is_none();
+        let patience = goes_on.then(|| LINK_PATIENCE_MAX.min(self.deadline / 3));
+        let mut watch = Watch { control: control.as_deref(), view: &mut view, came: &came, patience };
         let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
             // The others wait for links that will not come: they are told why.
             if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none() && declared.is_none()) {
@@ -331,6 +321,47 @@ impl Builder {
         let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [rank as u8; 16])).collect();
         let (guard, declared, door) = (None, None, None);
         self.assemble(config, Parts { transport, control, guard, crowded: true, processes, declared, saves, door })
+    }
+}
+
+/// What a rank hears of its job while its links come up.
+struct Watch<'a> {
+    control: Option<&'a ControlPlane>,
+    view: &'a mut View,
+    came: &'a dyn Fn(RecordId) -> Ordering,
+    patience: Option<Duration>,
+}
+
+impl MeshWatch for Watch<'_> {
+    fn change(&mut self) -> Result<Option<MeshChange>, Fault> {
+        let Some(control) = self.control else { return Ok(None) };
+        let mut change = None;
+        while let Some(event) = control.event() {
+            match event {
+                ControlEvent::Failed(fault) | ControlEvent::Removed(fault) => return Err(fault),
+                ControlEvent::View(new) => {
+                    change = Some(MeshChange { epoch: new.epoch, members: mesh_members(&new, self.came) });
+                    *self.view = new;
+                }
+                _ => {}
+            }
+        }
+        Ok(change)
+    }
+
+    fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
+    fn lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        match (self.control, self.patience, fault.rank) {
+            (Some(control), Some(_), Some(rank)) => {
+                tracing::warn!(%fault, "a rank is lost while links come up");
+                control.suspect(rank, fault.detail);
+                Ok(())
+            }
+            _ => Err(fault),
+        }
     }
 }
 

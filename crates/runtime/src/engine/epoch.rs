@@ -99,6 +99,11 @@ impl Epochs {
         Self { processes, ..Self::default() }
     }
 
+    /// The ranks that are members now.
+    pub(super) fn members(&self) -> impl Iterator<Item = Rank> {
+        self.processes.iter().map(|(rank, _)| *rank)
+    }
+
     /// The abort of a step, if a caller that has heard of so many has not heard of it.
     pub(super) fn unheard(&self, heard: u64) -> Option<Fault> {
         if heard < self.aborts.made.load(Ordering::Acquire) { self.aborted.clone() } else { None }

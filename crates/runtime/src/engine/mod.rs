@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use gradwire_proto::frame::{FrameHeader, JobTag};
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::membership::RecordId;
+use gradwire_proto::membership::{FIRST_EPOCH, RecordId};
 use gradwire_proto::session::{Event, Rejected, Session, SessionConfig, Wish};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use gradwire_transport::{Buffer, Capabilities, Transport};
@@ -120,7 +120,7 @@ impl Engine {
     pub(crate) fn new(config: EngineConfig, transport: Box<dyn Transport>) -> Self {
         let me = config.session.rank;
         let session = match &config.joins {
-            None => Session::new(config.session),
+            None => Session::new(SessionConfig { epoch: FIRST_EPOCH, ..config.session }),
             Some(declared) => {
                 let members: Vec<Rank> = config.processes.iter().map(|(rank, _)| *rank).collect();
                 Session::newcomer(config.session, &members, declared)
@@ -156,6 +156,12 @@ impl Engine {
             holder: config.holder,
         };
         engine.make_slots();
+        if config.joins.is_none() && config.session.epoch > FIRST_EPOCH {
+            // Some were lost while links came up: the others begin in the first epoch, and go on as all do.
+            let members: Vec<Rank> = engine.epochs.members().collect();
+            engine.session.enter(config.session.epoch, &members, &[]);
+            engine.take_events();
+        }
         engine
     }
 

@@ -114,6 +114,11 @@ impl Dial {
         Self { peer, purpose, routes, next: 0, began: now, backoff: BACKOFF_MIN, state: State::Resting { until: now } }
     }
 
+    /// After all ways failed: tries them for as long again.
+    pub(crate) fn begin_again(&mut self, now: Instant) {
+        (self.began, self.state) = (now, State::Resting { until: now + self.backoff });
+    }
+
     /// Whether an attempt is under way, which needs a descriptor.
     pub(crate) const fn is_active(&self) -> bool {
         matches!(self.state, State::Connecting { .. } | State::Greeting(_))

@@ -445,3 +445,106 @@ fn members_that_change_while_a_mesh_comes_up_are_not_waited_for() {
         all_talk(ranks.map(|rank| rank.join().expect("no panic")).into());
     });
 }
+
+/// Gives ranks up, and goes on without them once told.
+struct GoesOn<'a> {
+    without: &'a [MeshMember],
+    lost: Vec<Fault>,
+}
+
+impl MeshWatch for GoesOn<'_> {
+    fn change(&mut self) -> Result<Option<MeshChange>, Fault> {
+        let change = || MeshChange { epoch: Epoch(2), members: self.without.to_vec() };
+        Ok((!self.lost.is_empty()).then(change))
+    }
+
+    fn patience(&self) -> Option<Duration> {
+        Some(Duration::from_millis(200))
+    }
+
+    fn lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        self.lost.push(fault);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rank_that_opens_no_link_is_lost_to_those_that_have_one() {
+    let (first_two, gone) = ([bind(), bind()], bind());
+    let endpoints: Vec<_> = first_two.iter().chain([&gone]).map(|listeners| listeners.endpoint().clone()).collect();
+    let (members, left) = (first(&endpoints), first(&endpoints[..2]));
+    // Nobody is there any more. The others are dialled by it, and so are not refused.
+    drop(gone);
+    thread::scope(|scope| {
+        let ranks = [0, 1].into_iter().zip(first_two).map(|(rank, listeners)| {
+            let config = MeshConfig {
+                hello: hello(rank, 3),
+                members: members.clone(),
+                choice: Choice::Auto,
+                deadline: PATIENCE,
+            };
+            let mut watch = GoesOn { without: &left, lost: Vec::new() };
+            scope.spawn(move || listeners.connect(config, &mut watch).map(|(links, _)| (links, watch.lost)))
+        });
+        let ranks = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic").expect("linked"));
+        let (links, lost): (Vec<_>, Vec<_>) = ranks.unzip();
+        for fault in lost.iter().flatten() {
+            assert_eq!((fault.kind, fault.rank), (FaultKind::DeadlineExceeded, Some(Rank(2))), "{fault}");
+        }
+        assert!(lost.iter().all(|lost| !lost.is_empty()));
+        all_talk(links.into_iter().map(Ok).collect());
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_be_reached_is_lost_to_those_that_have_a_link() {
+    let (gone, last_two) = (bind(), [bind(), bind()]);
+    let endpoints: Vec<_> = [&gone].into_iter().chain(&last_two).map(|one| one.endpoint().clone()).collect();
+    let (members, left) = (first(&endpoints), first(&endpoints)[1..].to_vec());
+    drop(gone);
+    thread::scope(|scope| {
+        let ranks: Vec<_> = [1, 2]
+            .into_iter()
+            .zip(last_two)
+            .map(|(rank, listeners)| {
+                let config = MeshConfig {
+                    hello: hello(rank, 3),
+                    members: members.clone(),
+                    choice: Choice::Auto,
+                    deadline: PATIENCE,
+                };
+                let mut watch = Refused(GoesOn { without: &left, lost: Vec::new() });
+                scope.spawn(move || listeners.connect(config, &mut watch).map(|_| watch.0.lost))
+            })
+            .collect();
+        for rank in ranks {
+            let lost = rank.join().expect("no panic").expect("linked");
+            assert_eq!((lost[0].kind, lost[0].rank), (FaultKind::AddressUnreachable, Some(Rank(0))), "{}", lost[0]);
+        }
+    });
+}
+
+/// Without any patience but that of whoever dials.
+struct Refused<'a>(GoesOn<'a>);
+
+impl MeshWatch for Refused<'_> {
+    fn change(&mut self) -> Result<Option<MeshChange>, Fault> {
+        self.0.change()
+    }
+
+    fn lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        self.0.lost(fault)
+    }
+}
+
+#[test]
+fn a_rank_that_reaches_nobody_blames_nobody() {
+    let (mine, gone) = (bind(), bind());
+    let endpoints = [gone.endpoint().clone(), gone.endpoint().clone(), mine.endpoint().clone()];
+    drop(gone);
+    let (members, left) = (first(&endpoints), first(&endpoints)[2..].to_vec());
+    let config = MeshConfig { hello: hello(2, 3), members, choice: Choice::Auto, deadline: PATIENCE };
+    let mut watch = GoesOn { without: &left, lost: Vec::new() };
+    let fault = mine.connect(config, &mut watch).expect_err("alone");
+    assert_eq!((fault.kind, watch.lost.len()), (FaultKind::AddressUnreachable, 0), "{fault}");
+}
