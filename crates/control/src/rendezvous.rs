@@ -99,8 +99,6 @@ pub(crate) struct Rendezvous {
     proposed: bool,
     /// This process joined a running job, and has what it needs to take part.
     ready: bool,
-    /// The owner knows that too few ranks are left.
-    too_few: bool,
     /// The epoch, and the number of changes, of the last snapshot that was stored.
     stored: (Epoch, u64),
     appends: VecDeque<Append>,
@@ -125,7 +123,6 @@ impl Rendezvous {
             ids: Default::default(),
             proposed: false,
             ready: false,
-            too_few: false,
             stored: (FIRST_EPOCH, 0),
             appends: VecDeque::new(),
             events: VecDeque::new(),
@@ -408,26 +405,15 @@ impl Rendezvous {
 
     /// Whether a next epoch is wanted, and since when.
     fn weigh_change(&mut self, now: Instant) {
-        let Policy::Elastic { ranks_min, .. } = self.me.policy else { return };
         if !self.is_elastic_member() || !self.log.is_change_due() {
             self.change_due_at = None;
-            self.too_few = false;
             return;
         }
         let next = self.log.next_members();
         let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
-        let left = next.len() as u32;
-        let was_too_few = std::mem::replace(&mut self.too_few, left < ranks_min);
-        if left < ranks_min {
-            self.change_due_at = None;
-            if !was_too_few {
-                self.tell(ControlEvent::TooFew { left, needed: ranks_min });
-            }
-        } else {
-            let due = if only_grows { now + GROW_GRACE } else { now };
-            let earlier = self.change_due_at.unwrap_or(due);
-            self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
-        }
+        let due = if only_grows { now + GROW_GRACE } else { now };
+        let earlier = self.change_due_at.unwrap_or(due);
+        self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
     }
 
     /// Whether nobody is left who could take this process in.

@@ -340,7 +340,7 @@ impl Running {
             ControlEvent::Removed(fault) => {
                 self.audit(AuditRecord::now(AuditKind::Left, fault.detail.clone()).about(self.worker.me.rank));
             }
-            ControlEvent::Failed(_) | ControlEvent::TooFew { .. } => {}
+            ControlEvent::Failed(_) => {}
         }
     }
 

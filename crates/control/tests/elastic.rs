@@ -15,7 +15,7 @@ use gradwire_proto::{FaultKind, Rank};
 use pulsar::consumer::InitialPosition;
 
 fn elastic(config: &JobConfig, rank: u32, world_size: u32) -> JoinRequest {
-    JoinRequest { policy: Policy::Elastic { ranks_min: 1, ranks_max: 8 }, ..request(config, rank, world_size) }
+    JoinRequest { policy: Policy::Elastic { ranks_max: 8 }, ..request(config, rank, world_size) }
 }
 
 fn start(config: &JobConfig, ranks: u32) -> Vec<ControlPlane> {

@@ -352,11 +352,6 @@ impl Driver {
                     }
                     engine.set_view(view);
                 }
-                ControlEvent::TooFew { left, needed } => {
-                    let detail = format!("{left} ranks are left, and at least {needed} are needed to go on");
-                    tracing::warn!(left, needed, "too few ranks are left: waiting for others");
-                    engine.give_up_step(&detail);
-                }
                 _ => {}
             }
         }

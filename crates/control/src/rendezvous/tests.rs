@@ -412,9 +412,9 @@ fn a_rank_that_leaves_before_the_start_is_named() {
     assert_eq!((world.fault(0).kind, world.fault(0).rank), (FaultKind::RankLeft, Some(Rank(2))));
 }
 
-fn elastic(ranks_min: u32, ranks: u32) -> World {
+fn elastic(ranks: u32) -> World {
     let mut world = World::new();
-    world.policy = Policy::Elastic { ranks_min, ranks_max: 5 };
+    world.policy = Policy::Elastic { ranks_max: 5 };
     world.start_all(1, ranks);
     world.settle();
     world
@@ -435,7 +435,7 @@ fn newcomer(world: &mut World, rank: u32, world_size: u32) -> usize {
 
 #[test]
 fn a_suspected_rank_is_left_out_and_learns_it() {
-    let mut world = elastic(1, 3);
+    let mut world = elastic(3);
     world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
     world.run();
     for node in 0..2 {
@@ -465,7 +465,7 @@ fn with_fixed_members_nobody_is_left_out() {
 
 #[test]
 fn another_member_proposes_when_the_first_is_stuck() {
-    let mut world = elastic(1, 3);
+    let mut world = elastic(3);
     world.leave(2);
     let stuck = world.nodes.remove(0);
     world.run();
@@ -478,7 +478,7 @@ fn another_member_proposes_when_the_first_is_stuck() {
 
 #[test]
 fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
-    let mut world = elastic(1, 2);
+    let mut world = elastic(2);
     let restarted = newcomer(&mut world, 1, 2);
     world.settle();
     assert_eq!(world.ranks(0), (1, vec![0, 1]), "it waits");
@@ -491,7 +491,7 @@ fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
 
 #[test]
 fn who_is_not_ready_is_not_taken_in_and_what_it_reports_ends_nothing() {
-    let mut world = elastic(1, 2);
+    let mut world = elastic(2);
     world.leave(1);
     world.run();
     let node = world.start(1, 1, 2, 1);
@@ -516,13 +516,13 @@ fn who_is_not_ready_is_not_taken_in_and_what_it_reports_ends_nothing() {
 
 #[test]
 fn a_job_grows_beyond_the_ranks_that_it_started_with() {
-    let mut world = elastic(1, 2);
+    let mut world = elastic(2);
     newcomer(&mut world, 4, 2);
     world.run();
     assert_eq!(world.ranks(0), (2, vec![0, 1, 4]));
     // One that comes too early only waits: the job starts without it.
     let mut world = World::new();
-    world.policy = Policy::Elastic { ranks_min: 1, ranks_max: 5 };
+    world.policy = Policy::Elastic { ranks_max: 5 };
     let early = world.start(1, 3, 2, 1);
     world.start_all(1, 2);
     world.settle();
@@ -533,21 +533,8 @@ fn a_job_grows_beyond_the_ranks_that_it_started_with() {
 }
 
 #[test]
-fn below_the_minimum_a_job_waits_for_newcomers() {
-    let mut world = elastic(2, 2);
-    world.leave(1);
-    world.run();
-    assert_eq!(world.ranks(0), (1, vec![0, 1]), "one rank is too few");
-    assert_eq!(world.events(0), [ControlEvent::TooFew { left: 1, needed: 2 }]);
-    let newcomer = newcomer(&mut world, 1, 2);
-    world.run();
-    assert_eq!(world.ranks(0), (2, vec![0, 1]));
-    assert_eq!(world.membership(newcomer), world.membership(0));
-}
-
-#[test]
 fn a_newcomer_hears_when_all_members_have_ended_in_good_order() {
-    let mut world = elastic(1, 2);
+    let mut world = elastic(2);
     let early = world.start(1, 3, 2, 1);
     world.run();
     assert_eq!(world.events(early), []);
@@ -568,7 +555,7 @@ fn a_newcomer_hears_when_all_members_have_ended_in_good_order() {
 
 #[test]
 fn ranks_that_come_at_the_same_time_share_an_epoch() {
-    let mut world = elastic(1, 4);
+    let mut world = elastic(4);
     for node in [1, 2, 3] {
         world.leave(node);
     }
@@ -584,7 +571,7 @@ fn ranks_that_come_at_the_same_time_share_an_epoch() {
 
 #[test]
 fn a_late_joiner_starts_from_a_snapshot() {
-    let mut world = elastic(1, 3);
+    let mut world = elastic(3);
     world.leave(2);
     world.run();
     let snapshot = world.nodes[0].machine.poll_snapshot().expect("there is a new epoch");
@@ -604,7 +591,7 @@ fn a_late_joiner_starts_from_a_snapshot() {
 
 #[test]
 fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
-    let mut world = elastic(1, 3);
+    let mut world = elastic(3);
     world.leave(2);
     world.run();
     world.nodes.pop();
@@ -623,7 +610,7 @@ fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
 
 #[test]
 fn a_log_that_is_still_there_is_not_written_again() {
-    let mut world = elastic(1, 3);
+    let mut world = elastic(3);
     for node in &mut world.nodes {
         node.read = 0;
         node.machine.link_opened();

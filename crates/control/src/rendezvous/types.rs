@@ -13,8 +13,6 @@ pub enum Policy {
     Fixed,
     /// Members that leave or are suspected are left out of the next epoch, and processes that join are taken in.
     Elastic {
-        /// With fewer live members no further epoch begins, until others have joined.
-        ranks_min: u32,
         /// Ranks that join later are below this; those that the job starts with always may.
         ranks_max: u32,
     },
@@ -40,13 +38,6 @@ pub enum ControlEvent {
     View(View),
     /// A new epoch began without this rank, which must stop: nothing that it does counts any more.
     Removed(Fault),
-    /// Members were lost, and so few are left that no epoch begins until others have joined.
-    TooFew {
-        /// How many are left, with those that are ready to join.
-        left: u32,
-        /// How many there have to be.
-        needed: u32,
-    },
 }
 
 /// Who this rank is.

@@ -7,9 +7,10 @@ use super::*;
 fn next(recovery: Recovery, own: Wish, others: &[Wish]) -> Next {
     let timing = crate::session::Timing::default();
     let (rank, epoch, job) = (Rank(0), crate::Epoch(1), crate::frame::JobTag([7; 16]));
-    let (first_step, copies) = (crate::Step(0), false);
+    let (first_step, copies, ranks_min) = (crate::Step(0), false, 1);
     let world_size = 1 + others.len() as u32;
-    let config = crate::session::SessionConfig { rank, world_size, epoch, job, first_step, timing, copies, recovery };
+    let config =
+        crate::session::SessionConfig { rank, world_size, epoch, job, first_step, timing, copies, recovery, ranks_min };
     let mut session = Session::new(config);
     session.set_wish(own);
     session.begin_commit(0, None).unwrap();

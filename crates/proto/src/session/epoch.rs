@@ -159,12 +159,12 @@ impl Session {
             return Some(Fault::new(FaultKind::RankDied, detail).at(rank));
         }
         if self.suspended {
-            let lost: Vec<Rank> = self.others().filter(|peer| self.peers[peer.index()].lost).collect();
             let detail = format!(
-                "{} was lost, too few ranks were left to go on, and no others came in time: start more, or allow fewer; others get the state only from ranks that offer it at the beginning of each step",
-                name_ranks(lost.iter().copied())
+                "{} gone; {}, and no others came in time: start more, or allow fewer; others get the state only from ranks that offer it at the beginning of each step",
+                name_ranks(self.gone.iter().copied()),
+                self.too_few()
             );
-            return Some(at_first(Fault::new(FaultKind::RankDied, detail), &lost));
+            return Some(at_first(Fault::new(FaultKind::RankDied, detail), &self.gone));
         }
         if !self.syncing {
             return None;
@@ -186,6 +186,10 @@ impl Session {
         if self.fault.is_some() || epoch <= self.config.epoch {
             return;
         }
+        if !self.is_small() {
+            self.gone.clear();
+        }
+        self.gone.extend(self.plan.members.iter().filter(|rank| !members.contains(rank)));
         self.config.epoch = epoch;
         self.seat = seat;
         let ranks = self.peers.len().max(members.last().map_or(0, |last| last.index() + 1));
@@ -272,7 +276,7 @@ impl Session {
     /// Whether an epoch was entered, and some member is not known to have followed and to know what becomes of the step.
     #[must_use]
     pub fn is_syncing(&self) -> bool {
-        self.syncing || self.others().any(|peer| !self.peers[peer.index()].open)
+        self.syncing && !self.suspended || self.others().any(|peer| !self.peers[peer.index()].open)
     }
 
     /// Whether this rank cannot do its part of what was posted on the tensor in this step again.
@@ -326,7 +330,7 @@ impl Session {
 
     /// Decides, once every member has said how far it is.
     pub(super) fn check_synced(&mut self, now: u64) {
-        let Some(own) = self.own_sync.clone().filter(|_| self.syncing) else { return };
+        let Some(own) = self.own_sync.clone().filter(|_| self.syncing && !self.suspended) else { return };
         if !self.others().all(|peer| self.is_in_epoch(peer)) || self.is_orphaned() || !self.is_told() {
             return;
         }
@@ -366,7 +370,9 @@ impl Session {
         let at_step = |sync: &&Sync| sync.commits == self.commits;
         // A newcomer repeats the whole step: whoever is through with an empty operation would be one ahead of it.
         let stuck = |sync: &Sync| sync.stuck || newcomers && !sync.empties.is_empty();
-        if syncs.iter().filter(at_step).any(stuck) {
+        if self.is_small() {
+            // Nothing begins again.
+        } else if syncs.iter().filter(at_step).any(stuck) {
             self.abort_step(ABORTED);
         } else {
             self.pass_empties(syncs.iter().filter(at_step).flat_map(|sync| sync.empties.iter().copied()).collect());
@@ -382,11 +388,15 @@ impl Session {
             self.outgoing.push_back(Outgoing::Synced(peer));
         }
         self.events.push_back(Event::Synced);
-        for tensor in self.active.clone() {
-            self.offer(tensor, self.plan.tensor(tensor).bucket, now);
-            self.finish_if_complete(tensor);
+        if self.is_small() {
+            self.rest();
+        } else {
+            for tensor in self.active.clone() {
+                self.offer(tensor, self.plan.tensor(tensor).bucket, now);
+                self.finish_if_complete(tensor);
+            }
+            self.restart_round();
         }
-        self.restart_round();
         if self.leaving {
             for peer in self.others() {
                 self.outgoing.push_back(Outgoing::Goodbye(peer));

@@ -57,6 +57,7 @@ struct Node {
     outcomes: Vec<Next>,
     aborted: u64,
     again: u64,
+    rests: u64,
     farewell: bool,
     fault: Option<Fault>,
 }
@@ -89,6 +90,7 @@ impl Node {
             outcomes: Vec::new(),
             aborted: 0,
             again: 0,
+            rests: 0,
             farewell: false,
             fault: None,
         }
@@ -113,6 +115,7 @@ impl World {
                 let config = SessionConfig {
                     copies: false,
                     recovery,
+                    ranks_min: 1,
                     rank: Rank(rank),
                     world_size: size,
                     epoch: Epoch(1),
@@ -219,6 +222,7 @@ impl World {
                 }
                 // The trainer has its result, and hears of another when it commits.
                 Event::Again { .. } => node.again += 1,
+                Event::Resting { .. } => node.rests += 1,
                 Event::Aborted { .. } => {
                     node.aborted += 1;
                     node.waits_for.clear();
@@ -534,8 +538,9 @@ fn a_newcomer_that_fails_before_it_knows_where_the_others_are_tells_nobody() {
 }
 
 #[test]
-fn a_step_that_is_given_up_waits_for_others_and_is_repeated_with_them() {
+fn too_few_members_abort_the_step_and_repeat_it_with_others() {
     let mut world = World::new(3, &[10, 200_000], Recovery::Redo, 7);
+    world.nodes.iter_mut().for_each(|node| node.session.config.ranks_min = 2);
     for rank in 0..3 {
         world.train(rank);
     }
@@ -546,21 +551,51 @@ fn a_step_that_is_given_up_waits_for_others_and_is_repeated_with_them() {
     for lost in [1, 2] {
         world.nodes[lost].state = State::Dead;
     }
-    world.nodes[0].session.give_up_step("too few ranks are left");
-    world.take_events(0);
-    assert_eq!(world.nodes[0].aborted, 1);
+    world.remove(1);
+    world.remove(2);
+    while world.learn(0) {}
+    assert_eq!((world.nodes[0].aborted, world.nodes[0].rests), (1, 1));
     // What is posted again waits; what still comes of the old step does not count.
     world.train(0);
     world.drain();
     assert!(world.nodes[0].committed.is_empty() && !world.nodes[0].waits_for.is_empty());
-    world.remove(1);
-    world.views.pop();
-    world.remove(2);
-    world.views.last_mut().unwrap().1.retain(|rank| *rank != Rank(1));
     world.add(1);
+    world.nodes[1].session.config.ranks_min = 2;
     world.finish();
     world.check();
     assert_eq!(world.nodes[0].committed[0][0].1, [Rank(0), Rank(1)]);
+}
+
+#[test]
+fn a_step_of_which_all_that_are_left_have_all_is_final_though_they_are_too_few() {
+    let mut world = World::new(3, &[10, 200_000], Recovery::Redo, 7);
+    world.nodes.iter_mut().for_each(|node| node.session.config.ranks_min = 3);
+    for rank in 0..3 {
+        world.train(rank);
+    }
+    world.drain();
+    for rank in 0..3 {
+        world.train(rank);
+    }
+    // Rank 2 hears from both that they have all: the step is final to it, and it goes. The others do not hear of it.
+    for rank in 0..3 {
+        world.pump(rank, usize::MAX);
+    }
+    for from in [0, 1] {
+        while world.deliver(from, 2) {}
+    }
+    world.take_events(2);
+    assert_eq!(world.nodes[2].committed.len(), 1);
+    world.nodes[2].state = State::Dead;
+    world.remove(2);
+    for rank in 0..2 {
+        world.learn(rank);
+    }
+    world.drain();
+    for node in &world.nodes[..2] {
+        assert_eq!((node.committed.len(), node.aborted, node.rests), (1, 0, 1));
+        assert_eq!(node.committed[0][0].1, [Rank(0), Rank(1), Rank(2)]);
+    }
 }
 
 #[test]

@@ -275,11 +275,16 @@ impl Session {
         }
         // A peer may enter an epoch before this rank hears of it.
         let early = header.kind == FrameKind::Sync && header.epoch > self.config.epoch;
-        // Of a step that was given up nothing counts.
+        // While too few members rest, there is no step.
         let off = self.suspended
             && !matches!(
                 header.kind,
-                FrameKind::Heartbeat | FrameKind::Sync | FrameKind::Abort | FrameKind::Goodbye | FrameKind::GoodbyeAck
+                FrameKind::Heartbeat
+                    | FrameKind::Sync
+                    | FrameKind::Synced
+                    | FrameKind::Abort
+                    | FrameKind::Goodbye
+                    | FrameKind::GoodbyeAck
             );
         if removed || off || header.epoch != self.config.epoch && !early {
             self.reject_stale(peer);

@@ -90,6 +90,8 @@ pub struct Session {
     syncing: bool,
     /// The step was given up here: nothing is exchanged until the next epoch.
     suspended: bool,
+    /// Members that are gone since there were enough.
+    gone: Vec<Rank>,
     /// This rank is in its first epoch, and does not know yet where the others are.
     newcomer: Option<newcomer::Told>,
     /// What this rank said of itself in the present epoch, once its memory was laid out.
@@ -136,6 +138,7 @@ impl Session {
             next: Next::GoOn,
             syncing: false,
             suspended: false,
+            gone: Vec::new(),
             newcomer: None,
             own_sync: None,
             declared: Vec::new(),

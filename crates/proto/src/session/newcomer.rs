@@ -5,11 +5,12 @@
 //! tensor is at, and from there on it is a member like the others: what they do again, it does for the first time.
 
 use alloc::format;
+use alloc::string::String;
 use alloc::vec::Vec;
 
 use super::state::{Outgoing, PeerState};
 use super::transmit::Body;
-use super::{Session, SessionConfig};
+use super::{Event, Session, SessionConfig};
 use crate::fault::{Fault, FaultKind};
 use crate::frame::FrameHeader;
 use crate::ids::{Epoch, Rank, Step, TensorId, UnitIndex};
@@ -63,7 +64,8 @@ impl Session {
     /// Whether nothing of the next step has begun: an epoch that begins now has nothing to do again.
     #[must_use]
     pub const fn is_between_steps(&self) -> bool {
-        self.touched.is_empty() && self.committing.is_none() && !self.syncing && self.declaring.is_none()
+        let decided = !self.syncing || self.suspended;
+        self.touched.is_empty() && self.committing.is_none() && decided && self.declaring.is_none()
     }
 
     /// Whether another member has entered this epoch, or a later one, already.
@@ -72,18 +74,30 @@ impl Session {
         self.peers.iter().any(|peer| peer.sync.as_ref().is_some_and(|sync| sync.epoch >= epoch))
     }
 
-    /// Too few ranks are left to go on: ends the step's operations with [`Event::Aborted`](super::Event::Aborted), so that
-    /// the caller is free while it waits for others. The step begins anew with the next epoch; what is posted before waits
-    /// for it.
-    pub fn give_up_step(&mut self, why: &str) {
-        if self.fault.is_some() || self.suspended || self.touched.is_empty() && self.committing.is_none() {
-            return;
+    /// Whether this epoch has too few members for a step to begin.
+    #[must_use]
+    pub fn is_small(&self) -> bool {
+        self.members().len() < self.config.ranks_min as usize
+    }
+
+    /// In an epoch with too few members, once it is known what becomes of the step: what was posted of one that is not
+    /// final ends, so that the caller is free while it waits for others.
+    pub(super) fn rest(&mut self) {
+        let detail = self.too_few();
+        let aborted = !self.touched.is_empty() || self.committing.is_some();
+        if aborted {
+            self.abort_step(&detail);
         }
-        self.queue.clear();
-        self.work.clear();
-        self.abort_step(why);
-        // As in an epoch that begins: what belongs to the step that was given up does not count any more.
-        (self.syncing, self.suspended, self.own_sync) = (true, true, None);
+        let fault = Fault::new(FaultKind::StepAborted, format!("{detail}: repeat the step from its beginning"));
+        self.events.push_back(Event::Resting { fault, aborted });
+        // As in an epoch that begins: what is posted waits for the next.
+        (self.syncing, self.suspended) = (true, true);
+    }
+
+    /// Why no step begins.
+    pub(super) fn too_few(&self) -> String {
+        let (left, needed) = (self.members().len(), self.config.ranks_min);
+        format!("{left} ranks are left, and at least {needed} are needed to go on")
     }
 
     /// Whether this rank knows where the others are: any but a newcomer does.

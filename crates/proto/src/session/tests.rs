@@ -56,6 +56,7 @@ impl World {
                 let config = SessionConfig {
                     copies: false,
                     recovery: Recovery::Fail,
+                    ranks_min: 1,
                     rank: Rank(rank),
                     world_size: size,
                     epoch: Epoch(1),
@@ -154,6 +155,7 @@ impl World {
                 | Event::Entered
                 | Event::Synced
                 | Event::Again { .. }
+                | Event::Resting { .. }
                 | Event::Aborted { .. }
                 | Event::Committed { .. } => unreachable!("members do not change here: {event:?}"),
             }
@@ -520,6 +522,7 @@ fn a_rank_whose_declarations_were_lost_is_named() {
         Session::new(SessionConfig {
             copies: false,
             recovery: Recovery::Fail,
+            ranks_min: 1,
             rank: Rank(rank),
             world_size: 2,
             epoch: Epoch(1),

@@ -53,6 +53,8 @@ pub struct SessionConfig {
     pub copies: bool,
     /// What becomes of a step in which a rank is lost.
     pub recovery: Recovery,
+    /// With fewer members than this no step begins: they wait for others to join. See [`Event::Resting`].
+    pub ranks_min: u32,
 }
 
 /// What becomes of a step in which a rank is lost.
@@ -156,6 +158,14 @@ pub enum Event {
     /// Every member is in the new epoch and knows what becomes of the step. [`Event::Again`] came before, for each
     /// operation that is done again though it was done.
     Synced,
+    /// After [`Event::Synced`], in an epoch with fewer members than there have to be: what was posted of a step that is not
+    /// final was aborted, and what is posted now waits for an epoch with more.
+    Resting {
+        /// To tell the caller, whose next step is repeated from its beginning as one that was aborted is.
+        fault: Fault,
+        /// [`Event::Aborted`] told it already.
+        aborted: bool,
+    },
     /// The operation on this tensor was done in this step, and is done again: its contribution is needed again, and
     /// [`Event::Done`] comes again.
     Again {

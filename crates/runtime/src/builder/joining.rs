@@ -169,6 +169,7 @@ impl Builder {
             copies: self.retain_steps > 0 && control.is_some(),
             // A rank on its own has nobody to lose.
             recovery: if control.is_some() { self.recovery } else { Recovery::Fail },
+            ranks_min: self.ranks_min,
         };
         let parts = Parts {
             transport: Box::new(links),
@@ -237,9 +238,7 @@ impl Builder {
         config.tenant.clone_from(&place.tenant);
         let policy = match self.recovery {
             Recovery::Fail => Policy::Fixed,
-            Recovery::Abort | Recovery::Redo => {
-                Policy::Elastic { ranks_min: self.ranks_min, ranks_max: self.ranks_max }
-            }
+            Recovery::Abort | Recovery::Redo => Policy::Elastic { ranks_max: self.ranks_max },
         };
         Ok(JoinRequest {
             config,
@@ -316,6 +315,7 @@ impl Builder {
             timing: self.timing(),
             copies: self.retain_steps > 0 && control.is_some(),
             recovery: self.recovery,
+            ranks_min: self.ranks_min,
         };
         let saves = SaveIdentity { keep: self.saves_kept.max(1), ..SaveIdentity::default() };
         let processes = (0..world_size).map(|rank| (gradwire_proto::Rank(rank), [rank as u8; 16])).collect();

@@ -241,24 +241,17 @@ impl Engine {
         for (peer, fault) in failed {
             self.session.handle_link_down(peer, fault);
         }
-        if let Some(holder) = &self.holder {
-            holder.set_too_few(None);
-        }
         self.take_events();
     }
 
     /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
-    pub(crate) fn give_up_step(&mut self, why: &str) {
-        let before = self.epochs.aborts.made.load(Ordering::Acquire);
-        self.session.give_up_step(why);
-        if let Some(holder) = &self.holder {
-            holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, why)));
-        }
-        self.take_events();
-        if self.epochs.aborts.made.load(Ordering::Acquire) == before && self.session.fault().is_none() {
+    pub(super) fn rest(&mut self, fault: Fault, aborted: bool) {
+        tracing::warn!(%fault, "waiting for others to join");
+        let why = Fault::new(FaultKind::DeadlineExceeded, fault.detail.as_str());
+        let offers = self.holder.as_ref().is_some_and(|holder| holder.set_too_few(Some(why)));
+        if !aborted && !offers {
             // A caller that is about to begin the step has to offer its state first, too.
-            let detail = format!("{why}: repeat the step from its beginning");
-            self.epochs.note_abort(Fault::new(FaultKind::StepAborted, detail));
+            self.epochs.note_abort(fault);
         }
     }
 
@@ -269,6 +262,9 @@ impl Engine {
         self.memory.step = Step(first_step.0 + commits);
         if let Some(holder) = &self.holder {
             holder.begin(commits);
+            if !self.session.is_small() {
+                holder.set_too_few(None);
+            }
         }
     }
 

@@ -388,6 +388,7 @@ impl Engine {
                 Event::Lost { peer, fault } => self.lose(peer, fault),
                 Event::Entered => self.lay_out_epoch(),
                 Event::Synced => self.end_sync(),
+                Event::Resting { fault, aborted } => self.rest(fault, aborted),
                 Event::Again { tensor } => self.do_again(tensor),
                 Event::Aborted { fault, begun } => self.abort_step(&fault, begun),
                 Event::Committed { .. } => moved += self.committed(),

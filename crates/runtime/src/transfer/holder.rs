@@ -179,12 +179,13 @@ impl Holder {
         self.changed.notify_all();
     }
 
-    /// Too few ranks are left to go on; or there are enough again.
-    pub(crate) fn set_too_few(&self, fault: Option<Fault>) {
+    /// Too few ranks are left to go on; or there are enough again. Returns whether the trainer waits in its offer for that.
+    pub(crate) fn set_too_few(&self, fault: Option<Fault>) -> bool {
         let mut inner = self.lock();
         inner.too_few = fault;
         self.settle(&inner);
         self.changed.notify_all();
+        inner.resting
     }
 
     /// The trainer offers its state, which is that after `commits` final steps: where a newcomer waits for just this one,

@@ -74,8 +74,12 @@ impl Bounded {
         let elastic = self.plan.is_elastic();
         let faults = &self.plan.faults;
         let lost_log = faults.iter().any(|timed| matches!(timed.fault, plan::Fault::BrokerDown { restart: true, .. }));
-        let started_again =
-            faults.iter().any(|timed| matches!(timed.fault, plan::Fault::Crash { .. } | plan::Fault::Replace { .. }));
+        let started_again = faults.iter().any(|timed| match timed.fault {
+            plan::Fault::Crash { .. } | plan::Fault::Replace { .. } => true,
+            // Before the job begins it is one too many.
+            plan::Fault::Join { rank } => rank < self.plan.ranks,
+            _ => false,
+        });
         let spoils = faults.iter().any(|timed| match timed.fault {
             plan::Fault::Link(link) => link.corrupt > 0 || link.truncate > 0 || link.corrupt_headers > 0,
             _ => false,

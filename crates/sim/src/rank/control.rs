@@ -33,8 +33,6 @@ pub(super) enum News {
     Removed(Fault),
     /// A rank said that the job failed.
     Failed(Fault),
-    /// So few members are left that no epoch begins until others have joined.
-    TooFew { left: u32, needed: u32 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +72,6 @@ pub(super) struct Control {
     proposed: bool,
     /// It joined a running job, and has what it needs to take part.
     ready: bool,
-    too_few: bool,
     seen: BTreeSet<RecordId>,
     pending: VecDeque<Pending>,
     linked: bool,
@@ -96,7 +93,6 @@ impl Control {
             change_due_at: None,
             proposed: false,
             ready: false,
-            too_few: false,
             seen: BTreeSet::new(),
             pending: VecDeque::new(),
             linked: false,
@@ -348,20 +344,10 @@ impl Control {
         let may_propose = self.elastic && self.state == State::Member && !self.log.is_gone(self.me.join);
         if !may_propose || !self.log.is_change_due() {
             self.change_due_at = None;
-            self.too_few = false;
             return;
         }
         let next = self.log.next_members();
         let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
-        let (left, needed) = (next.len() as u32, self.me.plan.ranks_min);
-        let was_too_few = std::mem::replace(&mut self.too_few, left < needed);
-        if left < needed {
-            self.change_due_at = None;
-            if !was_too_few {
-                self.news.push_back(News::TooFew { left, needed });
-            }
-            return;
-        }
         let due = if only_grows { now + GROW_GRACE } else { now };
         let earlier = self.change_due_at.unwrap_or(due);
         self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });

@@ -114,7 +114,6 @@ impl Exchange {
         self.session.enter(view.epoch, &members, &new);
         self.epochs.suspended = false;
         self.welcome(context, links, &new);
-        self.holder.set_too_few(None);
         self.take_events(context);
     }
 
@@ -130,24 +129,19 @@ impl Exchange {
     }
 
     /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
-    pub(super) fn give_up_step(&mut self, context: &mut Context<'_>, why: &str) {
-        self.session.give_up_step(why);
-        self.holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, why)));
-        let before = self.outcomes.len();
-        self.take_events(context);
-        let aborted = self.outcomes.iter().skip(before).any(|outcome| matches!(outcome, Outcome::Aborted(_)));
-        if aborted {
-            self.epochs.suspended = true;
-        } else if self.session.fault().is_none() {
-            // A caller that is about to begin the step has to offer its state first, too.
-            let detail = format!("{why}: repeat the step from its beginning");
-            let aborted = Outcome::Aborted(Fault::new(FaultKind::StepAborted, detail));
-            if self.epochs.committed.is_some() {
-                // It hears of the step that is final before.
-                self.epochs.next_aborted = Some(aborted);
-            } else {
-                self.outcomes.push_back(aborted);
-            }
+    pub(super) fn rest(&mut self, fault: Fault, aborted: bool) {
+        self.epochs.suspended = true;
+        let offers = self.holder.resting;
+        self.holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, fault.detail.as_str())));
+        if aborted || offers {
+            return;
+        }
+        // A caller that is about to begin the step has to offer its state first, too.
+        if self.epochs.committed.is_some() {
+            // It hears of the step that is final before.
+            self.epochs.next_aborted = Some(Outcome::Aborted(fault));
+        } else {
+            self.outcomes.push_back(Outcome::Aborted(fault));
         }
     }
 
@@ -161,6 +155,9 @@ impl Exchange {
     pub(super) fn end_sync(&mut self) {
         self.epochs.before = None;
         self.holder.begin(self.session.commits());
+        if !self.session.is_small() {
+            self.holder.set_too_few(None);
+        }
         self.outcomes.push_back(Outcome::Synced);
     }
 

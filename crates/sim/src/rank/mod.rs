@@ -188,13 +188,6 @@ impl RankProgram {
             match (&mut self.phase, news) {
                 (Phase::Ending(..) | Phase::Ended, _) => {}
                 (_, News::View(view)) => self.take_view(context, view),
-                (Phase::Exchanging | Phase::Leaving(..), News::TooFew { left, needed }) => {
-                    if let Some(exchange) = &mut self.exchange {
-                        let detail = format!("{left} ranks are left, and at least {needed} are needed to go on");
-                        exchange.give_up_step(context, &detail);
-                    }
-                }
-                (_, News::TooFew { .. }) => {}
                 (Phase::Exchanging | Phase::Leaving(..), News::Removed(fault))
                     if context.has(Mutation::IgnoreRemoval) =>
                 {

@@ -97,11 +97,11 @@ impl Exchange {
         self.memory.rounds.push(memory);
     }
 
-    /// Bytes of the shards that this rank owns, each bucket's aligned as in memory.
+    /// Bytes of the contributions that land here of each peer, each bucket's aligned as in memory.
     pub(super) fn owned(&self) -> usize {
         let (layout, me) = (self.session.plan(), self.session.config().rank);
         let owned = |bucket| layout.owned_bytes(bucket, me).next_multiple_of(ALIGNMENT);
-        layout.buckets.iter().map(owned).sum::<u64>() as usize
+        layout.buckets.iter().filter(|bucket| bucket.contributes()).map(owned).sum::<u64>() as usize
     }
 
     /// By rank: where contributions to the latest round are to be written.
