@@ -285,6 +285,7 @@ impl Builder {
             before: start.view.clone(),
             ready: None,
             rival: Rival::default(),
+            last: None,
         };
         let caught_up = newcomer.catch_up(trainer);
         let mut caught_up = caught_up.map_err(|fault| start.tell(fault, newcomer.ready.is_some()))?;

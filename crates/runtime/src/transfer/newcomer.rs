@@ -48,6 +48,8 @@ pub(crate) struct Newcomer<'a> {
     /// When it said that it is ready: from then on the others may count on it.
     pub(crate) ready: Option<Instant>,
     pub(crate) rival: Rival,
+    /// Why the last attempt came to nothing.
+    pub(crate) last: Option<String>,
 }
 
 /// Why an attempt came to nothing.
@@ -88,17 +90,24 @@ impl Newcomer<'_> {
     pub(crate) fn catch_up(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
         let caught_up = self.catch_up_or_say_why(trainer);
         // Whatever it met: with another process in its place it could not have been taken in.
-        caught_up.map_err(|fault| self.rival.fault(&self.view, self.params.rank).unwrap_or(fault))
+        caught_up.map_err(|fault| match (self.rival.fault(&self.view, self.params.rank), &self.last) {
+            (Some(rival), _) => rival,
+            // The job ended while it tried.
+            (None, Some(last)) if fault.kind == FaultKind::RankLeft => {
+                Fault { detail: format!("{}; this rank tried to get it until then: {last}", fault.detail), ..fault }
+            }
+            (None, _) => fault,
+        })
     }
 
     fn catch_up_or_say_why(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
         let parts = parts_of(&trainer.parts())?;
-        let mut last = "no member was asked".to_owned();
         let mut ahead = 1;
         loop {
             self.take_events()?;
             let held = self.is_held()?;
             if Instant::now() >= self.deadline {
+                let last = self.last.as_deref().unwrap_or("no member was asked");
                 let detail = format!(
                     "this rank did not get the job's state in time ({last}): does every rank offer it with Group::offer_state at the beginning of each step? A longer deadline may be needed"
                 );
@@ -109,16 +118,17 @@ impl Newcomer<'_> {
                 std::thread::sleep(AGAIN_AFTER);
                 continue;
             }
-            match self.attempt(ahead, &parts, trainer) {
+            let why = match self.attempt(ahead, &parts, trainer) {
                 Ok(caught_up) => return Ok(caught_up),
                 Err(Attempt::Never(fault)) => return Err(fault),
-                Err(Attempt::Again(why)) => last = why,
+                Err(Attempt::Again(why)) => why,
                 Err(Attempt::Missed(why)) => {
-                    last = why;
                     ahead = (2 * ahead).min(AHEAD_MAX);
+                    why
                 }
-            }
-            tracing::info!(why = last, "the job's state could not be had: again");
+            };
+            tracing::info!(why, "the job's state could not be had: again");
+            self.last = Some(why);
             std::thread::sleep(AGAIN_AFTER);
         }
     }
