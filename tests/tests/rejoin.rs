@@ -29,8 +29,8 @@ fn assert_same(ended: &[Ended], through: &[usize]) -> Steps {
 
 #[test]
 fn a_rank_that_was_killed_comes_back_with_the_state_and_takes_part() {
-    for transport in ["tcp", "shm"] {
-        let plan = plan(3, transport);
+    for (transport, recovery) in [("tcp", "redo"), ("shm", "redo"), ("tcp", "abort")] {
+        let plan = plan(3, transport).with("GRADWIRE_RECOVERY", recovery);
         let mut job = start(&plan);
         job.wait_for_line(0, "step 10 ");
         job.signal(1, Signal::KILL);
