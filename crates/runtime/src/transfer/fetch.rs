@@ -77,12 +77,15 @@ pub(super) fn body(stream: &mut FrameStream, wanted: Given) -> Result<Vec<u8>, T
     }
 }
 
+/// Of each piece: its CRC-32, and who gave it.
+pub(super) type Pieces = BTreeMap<u32, (u32, Rank)>;
+
 /// Compares the pieces that are here with what all members keep.
 ///
 /// # Errors
 /// `Diverged`, when the states of two members differ.
 pub(super) fn compare(
-    pieces: &BTreeMap<u32, (u32, Rank)>,
+    pieces: &Pieces,
     kept: &[(Rank, Sums)],
     part_of: &dyn Fn(u32) -> String,
 ) -> Result<(), Fault> {
@@ -145,7 +148,7 @@ struct Got {
 pub(super) fn fetch(
     sources: &mut Vec<Source>,
     targets: Vec<Target<'_>>,
-) -> Result<Option<BTreeMap<u32, (u32, Rank)>>, Fault> {
+) -> Result<Option<Pieces>, Fault> {
     let holders = sources.len() as u32;
     let mut seats: Vec<(u32, &mut Source)> = (0..).zip(sources.iter_mut()).collect();
     let mut classes: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
@@ -153,7 +156,7 @@ pub(super) fn fetch(
         classes[(target.0 % holders) as usize].push_back(target);
     }
     let queue = Queue { classes: Mutex::new(classes), holders };
-    let (mut pieces, mut lost) = (BTreeMap::new(), Vec::new());
+    let (mut pieces, mut lost) = (Pieces::new(), Vec::new());
     loop {
         let got: Vec<Got> =
             at_once(seats.iter_mut(), Got::default, |(seat, source)| fetch_from(&mut source.stream, *seat, &queue))?;
