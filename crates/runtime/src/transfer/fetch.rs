@@ -84,11 +84,7 @@ pub(super) type Pieces = BTreeMap<u32, (u32, Rank)>;
 ///
 /// # Errors
 /// `Diverged`, when the states of two members differ.
-pub(super) fn compare(
-    pieces: &Pieces,
-    kept: &[(Rank, Sums)],
-    part_of: &dyn Fn(u32) -> String,
-) -> Result<(), Fault> {
+pub(super) fn compare(pieces: &Pieces, kept: &[(Rank, Sums)], part_of: &dyn Fn(u32) -> String) -> Result<(), Fault> {
     for (rank, sums) in kept {
         for (piece, crc) in &sums.0 {
             let Some((known, by)) = pieces.get(piece).filter(|(known, _)| known != crc) else { continue };
@@ -145,10 +141,7 @@ struct Got {
 ///
 /// # Errors
 /// `System` when there are no threads to be had.
-pub(super) fn fetch(
-    sources: &mut Vec<Source>,
-    targets: Vec<Target<'_>>,
-) -> Result<Option<Pieces>, Fault> {
+pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Result<Option<Pieces>, Fault> {
     let holders = sources.len() as u32;
     let mut seats: Vec<(u32, &mut Source)> = (0..).zip(sources.iter_mut()).collect();
     let mut classes: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
