@@ -65,7 +65,7 @@ impl Model {
 }
 
 /// Goes on from the latest save in `directory`, saves after each `every` steps, and ends after `steps`. Says before and
-/// after each save that it does so.
+/// after each save that it does so. Where `E2E_GATE` names a file it begins when that is there.
 ///
 /// # Errors
 /// Those of gradwire, but for saves that could not be made: it goes on without them.
@@ -83,6 +83,10 @@ pub fn train(builder: Builder, directory: &str, steps: u64, every: u64) -> Resul
         step = group.restore(saved, &mut model)?.step.0;
     }
     println!("begins with {step}");
+    let gate = std::env::var_os("E2E_GATE");
+    while gate.as_ref().is_some_and(|gate| !Path::new(gate).exists()) {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
     let spec = TensorSpec::new("gradient", &[GRADIENTS as u64], DType::F32).reduce(ReduceOp::Mean);
     let tensor = group.declare(&[spec])?.remove(0);
     while step < steps {
@@ -91,7 +95,10 @@ pub fn train(builder: Builder, directory: &str, steps: u64, every: u64) -> Resul
         if step.is_multiple_of(every) {
             println!("saving {step} ");
             match group.save(directory, &model) {
-                Ok(saved) => println!("saved {} ", saved.step.0),
+                Ok(saved) => {
+                    let name = saved.path.file_name().unwrap_or_default().to_string_lossy();
+                    println!("saved {} {name}", saved.step.0);
+                }
                 Err(fault) if fault.kind == FaultKind::NotSaved => println!("not saved {step} {fault}"),
                 Err(fault) => return Err(fault),
             }

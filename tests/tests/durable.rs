@@ -110,6 +110,43 @@ fn a_rank_that_is_lost_in_the_middle_of_a_save_costs_that_save_at_most() {
 }
 
 #[test]
+fn jobs_that_save_in_one_directory_hear_of_each_other_and_lose_nothing() {
+    const STEPS: u64 = 16;
+    let references = references(STEPS);
+    // Of other names, and of the same: two launches at brokers of their own.
+    for names in [["one", "two"], ["same", "same"]] {
+        let directory = TempDir::new().expect("a directory");
+        let gate = directory.path().join("gate");
+        let jobs = names.map(|name| plan(2, "tcp").with("GRADWIRE_JOB", name).with("E2E_GATE", gate.display()));
+        let mut jobs = jobs.each_ref().map(|plan| (plan, start(plan, directory.path(), STEPS)));
+        for (_, job) in &mut jobs {
+            job.wait_for_line(0, "begins with 0");
+            job.wait_for_line(1, "begins with 0");
+        }
+        fs::write(gate, "").expect("written");
+        let ended = jobs.map(|(_, job)| job.wait());
+        let mut told = 0;
+        for ranks in &ended {
+            let verdict = assert_same_verdict(ranks);
+            assert_eq!(verdict, format!("ok {}", references[STEPS as usize]));
+            let last = ranks[0].lines.iter().rev().find_map(|line| line.strip_prefix("saved ")?.split(' ').nth(1));
+            if let Some(last) = last {
+                let saved = SavedState::open(&directory.path().join(last)).expect("its last save is there");
+                let mut model = Model::default();
+                let restored = saved.restore_into(&mut model).expect("and whole");
+                assert_eq!(model.digest(), references[restored.step.0 as usize]);
+            }
+            let refused = ranks[0].lines.iter().filter(|line| line.starts_with("not saved "));
+            for line in refused {
+                assert!(line.contains("a directory of its own") || line.contains("does another job save"), "{line}");
+                told += 1;
+            }
+        }
+        assert!(told > 0, "{ended:#?}");
+    }
+}
+
+#[test]
 fn a_save_of_another_job_or_with_damage_is_refused_by_every_rank() {
     let directory = TempDir::new().expect("a directory");
     assert_same_verdict(&start(&plan(2, "tcp"), directory.path(), 2 * EVERY).wait());

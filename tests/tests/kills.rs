@@ -18,9 +18,9 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is no number")))
 }
 
-fn start(transport: &str) -> (Plan, Job) {
+fn start(transport: &str, recovery: &str) -> (Plan, Job) {
     let plan = Plan::new(RANKS, transport)
-        .with("GRADWIRE_RECOVERY", "redo")
+        .with("GRADWIRE_RECOVERY", recovery)
         .with("GRADWIRE_DEADLINE_MS", 30_000)
         .with("GRADWIRE_COMMIT_INTERVAL_MS", 0);
     let mut job = Job::start((0..RANKS).map(|rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string()])));
@@ -32,7 +32,7 @@ fn start(transport: &str) -> (Plan, Job) {
 
 /// How long a job takes that is left alone, from when all have joined.
 fn undisturbed(transport: &str) -> Duration {
-    let (plan, job) = start(transport);
+    let (plan, job) = start(transport, "redo");
     let begun = Instant::now();
     let ended = job.wait();
     let all = assert_same(&ended, &[0, 1, 2, 3], STEPS);
@@ -40,8 +40,8 @@ fn undisturbed(transport: &str) -> Duration {
     begun.elapsed()
 }
 
-fn kill(transport: &str, victim: u32, after: Duration) {
-    let (plan, job) = start(transport);
+fn kill(transport: &str, recovery: &str, victim: u32, after: Duration) {
+    let (plan, job) = start(transport, recovery);
     std::thread::sleep(after);
     job.signal(victim as usize, Signal::KILL);
     let ended = job.wait();
@@ -64,15 +64,18 @@ fn whenever_a_rank_is_killed_the_others_end_every_step_alike() {
     let asked = number("GRADWIRE_TEST_KILLS");
     let lengths = ["tcp", "shm"].map(|transport| (transport, undisturbed(transport)));
     let mut state = seed;
-    for moment in 0..asked.unwrap_or(MOMENTS) {
+    // The last moments are those of jobs that abort the step in which a rank is lost, and repeat it.
+    let moments = asked.unwrap_or(MOMENTS);
+    for moment in 0..moments + moments.div_ceil(4) {
+        let recovery = if moment < moments { "redo" } else { "abort" };
         for victim in 0..RANKS {
             for (nth, (transport, length)) in (0..).zip(lengths) {
                 // Numerical Recipes' linear congruence; its upper bits are random enough here.
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 if asked.is_some() || moment % 2 == nth {
                     let after = length.mul_f64((state >> 40) as f64 / f64::from(1 << 24));
-                    println!("moment {moment}: rank {victim} over {transport} after {after:?}");
-                    kill(transport, victim, after);
+                    println!("moment {moment}: rank {victim} over {transport} after {after:?}, {recovery}");
+                    kill(transport, recovery, victim, after);
                 }
             }
         }

@@ -29,8 +29,8 @@ fn assert_same(ended: &[Ended], through: &[usize]) -> Steps {
 
 #[test]
 fn a_rank_that_was_killed_comes_back_with_the_state_and_takes_part() {
-    for transport in ["tcp", "shm"] {
-        let plan = plan(3, transport);
+    for (transport, recovery) in [("tcp", "redo"), ("shm", "redo"), ("tcp", "abort")] {
+        let plan = plan(3, transport).with("GRADWIRE_RECOVERY", recovery);
         let mut job = start(&plan);
         job.wait_for_line(0, "step 10 ");
         job.signal(1, Signal::KILL);
@@ -110,6 +110,40 @@ fn a_newcomer_of_another_model_is_refused_and_nobody_is_disturbed() {
     assert!(said.starts_with("fault ShapeMismatch") && said.contains("another model"), "{said}");
     let all = assert_same(&ended, &[0, 1]);
     assert!(all.values().all(|(by, _)| by == "0,1"), "{all:?}");
+}
+
+#[test]
+fn a_second_process_of_a_rank_hears_that_it_lives_and_keeps_nobody_from_joining() {
+    // The job ends before patience with the second process does; and long after.
+    for pause in ["10", "80"] {
+        let plan = plan(2, "auto");
+        let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), pause, "3000"]);
+        let mut job = Job::start((0..2).map(command));
+        job.wait_for_line(0, "step 5 ");
+        let (second, new) = (job.add(command(1)), job.add(command(2)));
+        let ended = job.wait();
+        let said = ended[second].verdict();
+        assert!(said.starts_with("fault WorldMismatch rank=1") && said.contains("rank 1 lives already"), "{said}");
+        let all = assert_same(&ended, &[0, 1, new]);
+        assert_eq!(all[&(STEPS - 1)].0, "0,1,2", "{ended:#?}");
+    }
+}
+
+#[test]
+fn a_newcomer_that_is_slower_than_the_others_hears_that_it_is() {
+    let plan = plan(2, "auto");
+    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "30", "3000"]);
+    let mut job = Job::start((0..2).map(command));
+    job.wait_for_line(0, "step 5 ");
+    let mut slow = command(2);
+    slow.env("E2E_APPLY_MS", "100").env("GRADWIRE_DEADLINE_MS", "1000");
+    let slow = job.add(slow);
+    let ended = job.wait();
+    let said = ended[slow].verdict();
+    assert!(said.starts_with("fault DeadlineExceeded rank=2"), "{said}");
+    assert!(said.contains("did not catch up") || said.contains("did not get the job's state in time"), "{said}");
+    assert!(!said.contains("did not take"), "{said}");
+    assert_same(&ended, &[0, 1]);
 }
 
 #[test]

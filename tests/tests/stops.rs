@@ -55,13 +55,14 @@ fn at_once(count: usize, one: impl Fn(usize) + Sync) {
 #[test]
 fn a_rank_that_stood_still_in_any_phase_of_a_step_learns_that_it_was_removed() {
     // Without a pause most stops are in the middle of operations, with one most are between steps.
-    at_once(6, |nth| {
+    at_once(8, |nth| {
         let (transport, pause) = ([("tcp", 0), ("shm", 0), ("tcp", 30)])[nth % 3];
-        let plan = plan(transport);
+        let recovery = if nth < 6 { "redo" } else { "abort" };
+        let plan = plan(transport).with("GRADWIRE_RECOVERY", recovery);
         let mut job = start(&plan, pause);
         job.wait_for_line(0, "step 5 ");
         std::thread::sleep(up_to(Duration::from_millis(60)));
-        let victim = nth / 3 + 1;
+        let victim = nth / 3 % 2 + 1;
         job.signal(victim, Signal::STOP);
         let by = if victim == 1 { "0,2" } else { "0,1" };
         wait_for_step_by(&mut job, 0, by);

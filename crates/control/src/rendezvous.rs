@@ -97,6 +97,10 @@ pub(crate) struct Rendezvous {
     suspect_at: Option<Instant>,
     ids: (BTreeSet<RecordId>, VecDeque<RecordId>),
     proposed: bool,
+    /// The last proposal of a later epoch: the view that it followed, and the members.
+    proposed_next: Option<(RecordId, Vec<RecordId>)>,
+    /// Why a member does not want this process.
+    unwanted: Option<String>,
     /// This process joined a running job, and has what it needs to take part.
     ready: bool,
     /// The epoch, and the number of changes, of the last snapshot that was stored.
@@ -122,6 +126,8 @@ impl Rendezvous {
             suspect_at: None,
             ids: Default::default(),
             proposed: false,
+            proposed_next: None,
+            unwanted: None,
             ready: false,
             stored: (FIRST_EPOCH, 0),
             appends: VecDeque::new(),
@@ -225,6 +231,7 @@ impl Rendezvous {
             self.restate();
         }
         if self.next_propose_at().is_some_and(|at| at <= now) {
+            self.proposed_next = Some(self.next_proposal());
             self.append(self.log.proposal(self.me.join_id));
             self.change_due_at = Some(now + PROPOSE_AGAIN);
         }
@@ -289,6 +296,11 @@ impl Rendezvous {
         if again {
             return;
         }
+        if let Body::Suspect { member, reason, .. } = &body
+            && *member == self.me.join_id
+        {
+            self.unwanted = Some(reason.clone());
+        }
         match body {
             Body::Join { world_size, protocol, .. } => self.handle_join(now, rank, id, (world_size, protocol), &body),
             Body::Failed { author, fault } if id != self.me.join_id && author != self.me.join_id => {
@@ -309,24 +321,41 @@ impl Rendezvous {
         let (world_size, protocol) = join;
         self.others.settle();
         if protocol != PROTOCOL_VERSION {
-            return self.conflict(words::version(rank, "protocol", protocol, PROTOCOL_VERSION));
+            return self.turn_away(id, words::version(rank, "protocol", protocol, PROTOCOL_VERSION));
         }
         if world_size != self.me.world_size {
-            return self.conflict(self.other_world_size(rank, world_size));
+            return self.turn_away(id, self.other_world_size(rank, world_size));
         }
-        if rank.0 >= self.me.policy.ranks_max(world_size) {
-            let detail = format!("{rank} joined a job of {world_size} ranks: ranks count from 0");
-            return self.conflict(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
+        let ranks_max = self.me.policy.ranks_max(world_size);
+        if rank.0 >= ranks_max {
+            let detail = format!("{rank} joined a job of {ranks_max} ranks at most: ranks count from 0");
+            return self.turn_away(id, Fault::new(FaultKind::WorldMismatch, detail).at(rank));
         }
         if id == self.me.join_id {
             self.others.seen_self(now);
         }
-        if self.log.apply(rank, id, body) == Change::RankTaken {
+        let change = self.log.apply(rank, id, body);
+        if change == Change::RankTaken {
             self.conflict(self.taken_twice(rank));
+        }
+        if self.me.policy == Policy::Fixed && matches!(self.state, State::Member) && change != Change::None {
+            self.turn_away(id, self.nobody_joins(rank));
         } else if self.is_undecided() && self.log.next_members().len() == self.me.world_size as usize {
             self.complete_at.get_or_insert(now);
         }
         self.weigh_lateness();
+    }
+
+    /// A process that does not fit joined. Before the members were decided that ends the job on every rank; one that joins
+    /// a running job is told why by its first member, and is nobody else's affair.
+    fn turn_away(&mut self, id: RecordId, fault: Fault) {
+        let is_first = self.log.live().next().is_some_and(|first| first.id == self.me.join_id);
+        if self.is_undecided() {
+            self.fail(fault);
+        } else if is_first && matches!(self.state, State::Member) && self.log.view().member(id).is_none() {
+            let (author, epoch) = (self.me.join_id, self.log.view().epoch);
+            self.append(Body::Suspect { author, epoch, member: id, reason: fault.detail });
+        }
     }
 
     /// Whether this process turns out to have joined a job that runs.
@@ -365,13 +394,13 @@ impl Rendezvous {
             Change::Gone(member, Departure::Suspected(by))
                 if member.id == self.me.join_id && matches!(self.state, State::Joining) =>
             {
-                self.fail(self.removed(Some(by)));
+                self.fail(self.refused(by));
             }
             Change::Gone(member, Departure::Suspected(by))
                 if member.id == self.me.join_id && matches!(self.state, State::Late) =>
             {
                 self.state = State::Removed;
-                self.tell(ControlEvent::Removed(self.removed(Some(by))));
+                self.tell(ControlEvent::Removed(self.refused(by)));
             }
             Change::Diverged if matches!(self.state, State::Member) => {
                 self.tell(ControlEvent::Failed(self.diverged()));
@@ -385,8 +414,8 @@ impl Rendezvous {
         let member = view.member(self.me.join_id).is_some();
         match self.state {
             State::Joining if member => self.state = State::Member,
-            State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed(None)),
-            State::Joining if self.me.policy == Policy::Fixed => self.fail(self.taken_twice(self.me.rank)),
+            State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed()),
+            State::Joining if self.me.policy == Policy::Fixed => self.fail(self.too_late()),
             State::Late | State::Member if member => {
                 let view = view.clone();
                 self.state = State::Member;
@@ -395,7 +424,7 @@ impl Rendezvous {
             State::Late if !self.log.is_gone(self.me.join_id) => self.tell(ControlEvent::View(view.clone())),
             State::Member | State::Late => {
                 self.state = State::Removed;
-                self.tell(ControlEvent::Removed(self.removed(None)));
+                self.tell(ControlEvent::Removed(self.removed()));
             }
             _ => {}
         }
@@ -413,7 +442,9 @@ impl Rendezvous {
         let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
         let due = if only_grows { now + GROW_GRACE } else { now };
         let earlier = self.change_due_at.unwrap_or(due);
-        self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
+        // A further suspicion of the same process is no news: what was proposed is proposed again after a while only.
+        let is_news = self.proposed_next != Some(self.next_proposal());
+        self.change_due_at = Some(if only_grows || !is_news { earlier } else { earlier.min(due) });
     }
 
     /// Whether nobody is left who could take this process in.
@@ -422,6 +453,10 @@ impl Rendezvous {
             self.state = State::Removed;
             self.tell(ControlEvent::Failed(self.over()));
         }
+    }
+
+    fn next_proposal(&self) -> (RecordId, Vec<RecordId>) {
+        (self.log.view().id, self.log.next_members().into_iter().map(|member| member.id).collect())
     }
 
     fn is_elastic_member(&self) -> bool {

@@ -13,7 +13,7 @@ use crate::env::Place;
 use crate::group::Group;
 use crate::handle::Tensor;
 use crate::state::Trainer;
-use crate::transfer::{Newcomer, parts_of};
+use crate::transfer::{Newcomer, Rival, parts_mut_of, parts_of};
 use crate::types::{Integrity, TensorSpec, Transfer, TransportChoice};
 use joining::Start;
 
@@ -232,8 +232,16 @@ impl Builder {
     pub fn connect(mut self) -> Result<Group, Fault> {
         let start = self.start()?;
         if start.is_late() {
-            let detail = "the job runs already: take part in it with Builder::join, which gets its state first";
-            let fault = Fault::new(FaultKind::WorldMismatch, detail).at(start.hello.rank);
+            let rank = start.hello.rank;
+            let holder = start.view.rank(rank).map_or_else(String::new, |member| {
+                let host = &member.endpoint.hostname;
+                format!(
+                    ", with a process on '{host}' as {rank}: if that one lives, give this one a rank that nobody has"
+                )
+            });
+            let detail =
+                format!("the job runs already{holder}; take part in it with Builder::join, which gets its state first");
+            let fault = Fault::new(FaultKind::WorldMismatch, detail).at(rank);
             return Err(start.tell(fault, false));
         }
         self.link(start, None)
@@ -250,10 +258,12 @@ impl Builder {
     ///
     /// # Errors
     /// As [`Builder::connect`] and [`Group::declare`]; `InvalidArgument` for a part of the state that is nameless or named
-    /// twice; `RankDied` when no rank is left that has the state; `RankLeft` when the job is over, its ranks having left in good
+    /// twice, or not the same in [`State::parts_mut`](crate::State::parts_mut) as in [`State::parts`](crate::State::parts);
+    /// `WorldMismatch` where this rank lives already, as another process; `RankDied` when no rank is left that has the state; `RankLeft` when the job is over, its ranks having left in good
     /// order. What `trainer` holds is unspecified then.
     pub fn join(mut self, specs: &[TensorSpec], trainer: &mut dyn Trainer) -> Result<Joined, Fault> {
-        parts_of(&trainer.parts())?;
+        let parts = parts_of(&trainer.parts())?;
+        parts_mut_of(trainer, &parts)?;
         let start = self.start()?;
         if !start.is_late() {
             let step = self.first_step;
@@ -273,10 +283,12 @@ impl Builder {
             deadline: start.deadline,
             view: start.view.clone(),
             before: start.view.clone(),
-            ready: false,
+            ready: None,
+            rival: Rival::default(),
+            last: None,
         };
         let caught_up = newcomer.catch_up(trainer);
-        let mut caught_up = caught_up.map_err(|fault| start.tell(fault, newcomer.ready))?;
+        let mut caught_up = caught_up.map_err(|fault| start.tell(fault, newcomer.ready.is_some()))?;
         let (view, before, deadline) = (newcomer.view, newcomer.before, start.deadline);
         self.first_step = Step(caught_up.outline.first_step);
         let declared = caught_up.outline.declared.clone();

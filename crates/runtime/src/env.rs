@@ -478,7 +478,7 @@ fn random<const N: usize>() -> Result<[u8; N], Fault> {
 }
 
 /// Reads hexadecimal digits.
-fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+pub(crate) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let text = text.as_bytes();
     if text.len() != N * 2 {
         return None;

@@ -431,8 +431,10 @@ impl Group {
             engine.fault().cloned().map_or_else(|| Ok((engine.commits(), engine.is_syncing())), Err)
         })?;
         if syncing {
-            let detail = "the members did not say where they are before the deadline";
-            return Err(Fault::new(FaultKind::DeadlineExceeded, detail));
+            let detail = "the members took this rank in, but began no step with it before its deadline: a step takes them \
+                          longer than was left, or they do not offer their state (Group::offer_state) at its beginning; a \
+                          longer deadline may be needed (GRADWIRE_DEADLINE_MS)";
+            return Err(Fault::new(FaultKind::DeadlineExceeded, detail).at(self.rank()));
         }
         self.commits.store(self.identity.first_step.0 + commits, Ordering::Relaxed);
         Ok(commits)

@@ -1,7 +1,8 @@
 //! What the system gives, or a fault that says what to do.
 
+use std::io;
 use std::os::fd::OwnedFd;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use gradwire_proto::{Fault, FaultKind};
 use rustix::event::{EventfdFlags, eventfd};
@@ -16,6 +17,36 @@ pub(crate) fn event() -> Result<OwnedFd, Fault> {
 
 /// A thread of this name.
 pub(crate) fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Fault> {
-    let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
-    started.map_err(|error| Fault::new(FaultKind::System, format!("no thread could be started: {error}")))
+    Builder::new().name(name.to_owned()).spawn(run).map_err(|error| no_thread(&error))
+}
+
+/// A thread of this name that ends within `scope`. [`Scope::spawn`] would panic where there is none to be had.
+pub(crate) fn scoped<'scope, T: Send + 'scope>(
+    name: &str,
+    scope: &'scope Scope<'scope, '_>,
+    run: impl FnOnce() -> T + Send + 'scope,
+) -> Result<ScopedJoinHandle<'scope, T>, Fault> {
+    #[cfg(test)]
+    if tests::REFUSES.get() {
+        return Err(no_thread(&io::ErrorKind::WouldBlock.into()));
+    }
+    Builder::new().name(name.to_owned()).spawn_scoped(scope, run).map_err(|error| no_thread(&error))
+}
+
+fn no_thread(error: &io::Error) -> Fault {
+    let detail = format!(
+        "no thread could be started: {error}; raise the limits on processes and memory (ulimit -u and -v, and those of \
+         the container)"
+    );
+    Fault::new(FaultKind::System, detail)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::cell::Cell;
+
+    thread_local! {
+        /// This thread gets no more scoped threads.
+        pub(crate) static REFUSES: Cell<bool> = const { Cell::new(false) };
+    }
 }

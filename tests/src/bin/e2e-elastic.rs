@@ -4,7 +4,7 @@
 //! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB [LARGE_MIB]]]`: with a pause between steps, a state that is larger by so much,
 //! and a further tensor of this size, of which a few elements are checked. Each step is printed with the microseconds of
 //! the machine's monotonic clock at its end. `E2E_SAVES` is a directory in which every second state is saved. With
-//! `E2E_EXIT` a fault shows in the exit code, for launchers.
+//! `E2E_EXIT` a fault shows in the exit code, for launchers. `E2E_APPLY_MS` is how long applying a step takes.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -104,6 +104,8 @@ impl State for Model {
 impl Trainer for Model {
     fn apply(&mut self, results: &StepResults<'_>) -> Result<(), Fault> {
         assert_eq!(results.step().0, self.steps[0], "one after the other");
+        let pause = std::env::var("E2E_APPLY_MS").map_or(0, |text| text.parse().expect("milliseconds"));
+        std::thread::sleep(Duration::from_millis(pause));
         for tensor in 0..SIZES.len() {
             let name = self.weights[tensor].0.clone();
             let sum = results.get(&name).expect("every tensor is used in every step").as_slice::<f32>();

@@ -274,11 +274,18 @@ pub(super) fn stop_for(pid: i32, time: Duration) -> Result<(), Fault> {
     // By descriptor: should it end meanwhile, no other process that got its number is continued.
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(failed)?;
     pidfd_send_signal(&process, Signal::STOP).map_err(failed)?;
-    std::thread::spawn(move || {
+    let again = process.try_clone();
+    let waker = std::thread::Builder::new().spawn(move || {
         std::thread::sleep(time);
         let _ = pidfd_send_signal(&process, Signal::CONT);
     });
-    Ok(())
+    waker.map(drop).map_err(|error| {
+        // Nobody else would wake it.
+        if let Ok(process) = again {
+            let _ = pidfd_send_signal(&process, Signal::CONT);
+        }
+        Fault::new(FaultKind::System, format!("no thread could be started that continues the process: {error}"))
+    })
 }
 
 fn refuse<T>(what: &str, detail: &str) -> Result<T, Fault> {

@@ -620,3 +620,88 @@ fn a_log_that_is_still_there_is_not_written_again() {
     assert_eq!(world.log.len(), before + 3, "three Joins again");
     assert_eq!(world.ranks(0), (1, vec![0, 1, 2]));
 }
+
+/// Of this world's log, how many records are proposals of this epoch.
+fn proposals(world: &World, of: u64) -> usize {
+    let key = &world.nodes[0].key;
+    let is_one = |bytes: &&Vec<u8>| {
+        let record = key.open(bytes).expect("a record");
+        matches!(Body::decode(record.header.kind, record.body), Ok(Some(Body::Propose { epoch, .. })) if epoch.0 == of)
+    };
+    world.log.iter().filter(is_one).count()
+}
+
+#[test]
+fn further_suspicions_of_a_process_are_no_further_proposals() {
+    let mut world = elastic(5);
+    for node in 0..4 {
+        world.nodes[node].machine.suspect(Rank(4), "silent".to_owned());
+    }
+    world.run();
+    assert_eq!(world.ranks(0), (2, vec![0, 1, 2, 3]));
+    assert_eq!(proposals(&world, 2), 1, "one is enough");
+    // With another loss there is another to be made, at once.
+    world.nodes[0].machine.suspect(Rank(3), "silent".to_owned());
+    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.run();
+    assert_eq!(world.ranks(0).1, vec![0, 1]);
+    assert!(proposals(&world, 3) <= 2, "{}", proposals(&world, 3));
+}
+
+#[test]
+fn who_joins_a_running_job_and_does_not_fit_is_told_why_at_once() {
+    let mut world = elastic(3);
+    let other_size = world.start(1, 3, 4, 1);
+    world.policy = Policy::Elastic { ranks_max: 10 };
+    let too_high = world.start(1, 9, 3, 1);
+    world.policy = Policy::Fixed;
+    let fixed = world.start(1, 1, 3, 1);
+    let before = world.elapsed();
+    world.run();
+    for (node, words) in [(other_size, "world size"), (fixed, "two processes joined job 'job' as rank 1")] {
+        assert!(world.fault(node).detail.contains(words), "{}", world.fault(node));
+    }
+    assert!(world.elapsed() - before < DEADLINE, "nobody waits for a deadline");
+    let events = world.events(too_high);
+    let [.., ControlEvent::Removed(fault)] = &events[..] else { panic!("{events:?}") };
+    assert!(fault.detail.contains("rank 9 joined a job of 5 ranks at most"), "{fault}");
+    for node in 0..3 {
+        assert_eq!((world.ranks(node), world.events(node)), ((1, vec![0, 1, 2]), vec![]));
+    }
+    // Who starts from a snapshot does not see what the others said when they joined.
+    world.nodes[0].machine.suspect(Rank(2), "silent".to_owned());
+    world.run();
+    let snapshot = world.nodes[0].machine.poll_snapshot().expect("a new view");
+    world.policy = Policy::Elastic { ranks_max: 5 };
+    let late = world.start(1, 2, 4, 1);
+    world.nodes[late].read = world.log.len();
+    let now = world.now;
+    world.nodes[late].machine.handle_snapshot(now, Rank(0), [99; 16], snapshot);
+    world.settle();
+    let events = world.events(late);
+    let [ControlEvent::Removed(fault)] = &events[..] else { panic!("{events:?}") };
+    assert!(fault.detail.contains("rank 0 does not take this process into job 'job'"), "{fault}");
+    assert!(fault.detail.contains("rank 2 joined job 'job' with world size 4, but rank 0 has world size 3"), "{fault}");
+}
+
+#[test]
+fn nobody_joins_a_job_whose_members_stay_and_hears_why() {
+    let mut world = World::new();
+    world.start_all(1, 3);
+    world.settle();
+    world.policy = Policy::Elastic { ranks_max: 5 };
+    let late = world.start(1, 1, 3, 1);
+    world.settle();
+    let events = world.events(late);
+    let [ControlEvent::Removed(fault)] = &events[..] else { panic!("{events:?}") };
+    assert!(fault.detail.contains("GRADWIRE_RECOVERY=redo or abort"), "{fault}");
+    assert_eq!(world.ranks(0), (1, vec![0, 1, 2]));
+    world.policy = Policy::Fixed;
+    let again = world.start(1, 2, 3, 1);
+    world.settle();
+    let said = &world.fault(again).detail;
+    assert!(
+        said.contains("two processes joined") && said.contains("if the other is gone: job 'job' runs already"),
+        "{said}"
+    );
+}

@@ -92,16 +92,41 @@ impl Rendezvous {
         Fault::new(FaultKind::DeadlineExceeded, detail).at(self.me.rank)
     }
 
-    /// This process was suspected, and the others go on without it.
-    pub(super) fn removed(&self, by: Option<Rank>) -> Fault {
-        let by = by.map_or_else(String::new, |by| format!(" ({by} suspected it)"));
+    /// The others went on without this process.
+    pub(super) fn removed(&self) -> Fault {
+        let why = self.unwanted.as_deref().map_or_else(String::new, |why| format!(" ({why})"));
         let detail = format!(
-            "the others went on without {}{by} in {}: it was silent or cut off for too long; start it again to take \
-             part",
+            "the others went on without {} in {}{why}: it was silent or cut off for too long; start it again to take part",
             self.me.rank,
             self.log.view().epoch
         );
         Fault::new(FaultKind::Removed, detail).at(self.me.rank)
+    }
+
+    /// A member does not want this process, which is none yet.
+    pub(super) fn refused(&self, by: Rank) -> Fault {
+        let why = self.unwanted.as_deref().unwrap_or("it does not say why");
+        let detail = format!("{by} does not take this process into job '{}': {why}", self.me.job);
+        Fault::new(FaultKind::Removed, detail).at(self.me.rank)
+    }
+
+    /// This process joined a job whose members stay as they are, after these were decided. Whether the one of this rank
+    /// lives is not known: that it left may come later in the log.
+    pub(super) fn too_late(&self) -> Fault {
+        let rank = self.me.rank;
+        let Fault { detail: twice, .. } = self.taken_twice(rank);
+        let Fault { detail: late, .. } = self.nobody_joins(rank);
+        Fault::new(FaultKind::WorldMismatch, format!("{twice}; if the other is gone: {late}")).at(rank)
+    }
+
+    /// A process joined a running job whose members stay as they are.
+    pub(super) fn nobody_joins(&self, rank: Rank) -> Fault {
+        let detail = format!(
+            "job '{}' runs already, and {rank} cannot join it: that takes GRADWIRE_RECOVERY=redo or abort (or \
+             Builder::recovery) on every rank; where the job is over, start all its ranks again",
+            self.me.job
+        );
+        Fault::new(FaultKind::WorldMismatch, detail).at(rank)
     }
 
     /// This process joined a job whose members have all ended.

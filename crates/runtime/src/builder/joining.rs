@@ -225,6 +225,7 @@ impl Builder {
             job: if place.has_given_name() { place.job.to_string() } else { String::new() },
             model_version: place.model_version.as_ref().map(ToString::to_string).unwrap_or_default(),
             keep: self.saves_kept.max(1),
+            run: *place.instance.first_chunk().unwrap_or(&[0; 8]),
         }
     }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 use gradwire_proto::session::Recovery;
 use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, ReduceOp};
 
+use super::owner::{Ours, SaveIdentity};
 use crate::engine::Submission;
 use crate::handle::{Handle, Tensor};
 use crate::{Group, TensorSpec};
@@ -25,19 +26,9 @@ const LOWEST_RANK: i64 = (u32::MAX >> 1) as i64;
 #[derive(Debug)]
 pub(crate) struct Durable {
     tensors: Vec<Tensor>,
-    pub(super) identity: SaveIdentity,
+    pub(super) ours: Ours,
     /// One more than the commits at the last save.
     saved_at: AtomicU64,
-}
-
-/// Whose saves these are, and how many are kept.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct SaveIdentity {
-    /// Empty if nobody gave the job a name.
-    pub(crate) job: String,
-    /// Empty if nobody said one.
-    pub(crate) model_version: String,
-    pub(crate) keep: usize,
 }
 
 /// An exchange, in the order in which a group may do them between two commits.
@@ -66,8 +57,8 @@ impl Durable {
         (0..TENSORS).map(move |number| spec(number).reduce(ReduceOp::Max))
     }
 
-    pub(crate) const fn new(tensors: Vec<Tensor>, identity: SaveIdentity) -> Self {
-        Self { tensors, identity, saved_at: AtomicU64::new(0) }
+    pub(crate) fn new(tensors: Vec<Tensor>, identity: SaveIdentity) -> Self {
+        Self { tensors, ours: Ours::new(identity), saved_at: AtomicU64::new(0) }
     }
 
     /// Marks that a save was begun after so many commits: true if one was already.

@@ -58,7 +58,8 @@
 //! | `save-....unfinished`, `save-....removed` | what a crash left; gone after the next save |
 //!
 //! The number in front counts saves: the highest is the latest, whatever its step. Every byte of these files is
-//! described in docs/wire.md, section 11. One job at a time saves in a directory.
+//! described in docs/wire.md, section 11. One job at a time saves in a directory: one that finds another's saves there, where
+//! it did not go on from them, is told so, and neither deletes what the other made.
 //!
 //! Not owned here: which parts a state has, when to save, and state that differs between ranks.
 
@@ -66,6 +67,7 @@ mod agree;
 mod disk;
 mod layout;
 mod names;
+mod owner;
 mod read;
 mod save;
 #[cfg(test)]
@@ -74,6 +76,7 @@ mod write;
 
 #[cfg(doc)]
 use crate::{Group, State};
-pub(crate) use agree::{Durable, SaveIdentity};
+pub(crate) use agree::Durable;
+pub(crate) use owner::SaveIdentity;
 pub use read::{Restored, SavedState};
 pub use save::Saved;

@@ -32,7 +32,7 @@ impl Name {
 
     /// Where it is written.
     pub(super) fn unfinished(self, directory: &Path, id: &[u8; 16]) -> PathBuf {
-        directory.join(format!("{self}.{}.{UNFINISHED}", gradwire_proto::secret::hex(&id[..8])))
+        directory.join(format!("{self}.{}.{UNFINISHED}", gradwire_proto::secret::hex(id)))
     }
 
     fn parse(name: &str) -> Option<Self> {

@@ -120,6 +120,10 @@ impl SavedState {
         self.manifest.parts.iter().map(|part| (part.name.as_str(), part.bytes))
     }
 
+    pub(super) const fn manifest(&self) -> &SavedManifest {
+        &self.manifest
+    }
+
     /// Names this save among all.
     pub(super) fn mark(&self) -> Vec<u8> {
         [&self.manifest.id[..], &self.manifest_crc.to_le_bytes(), &self.manifest.step.0.to_le_bytes()].concat()

@@ -10,9 +10,10 @@ use gradwire_proto::session::Recovery;
 use gradwire_proto::wire::{Malformed, Reader};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 
-use super::agree::{Heard, Round, SaveIdentity};
+use super::agree::{Heard, Round};
 use super::disk::Disk;
 use super::names::{Listing, Name, unreadable};
+use super::owner::{Ours, SaveIdentity};
 use super::read::{Restored, SavedState};
 use super::write::{prune, publish, take_away, write_shard};
 use crate::{Group, State, StateTensor};
@@ -39,14 +40,15 @@ impl Group {
     /// Saves the state in `directory`, which all ranks see: every rank writes a share of it. Collective: every rank calls
     /// it between the same commits, with no operation in flight, and with the same state. Where it is well, the save
     /// survives a crash of every process and a loss of power; [`SavedState::latest`] finds it. Older saves are deleted
-    /// then, but for as many as [`Builder::saves_kept`](crate::Builder::saves_kept) says.
+    /// then, but for as many as [`Builder::saves_kept`](crate::Builder::saves_kept) says: those of this run, and of the runs
+    /// that it went on from by [`Group::restore`]. Where others save in the same directory, it is refused.
     ///
     /// It takes one piece of 4 MiB of memory. Every rank that waits gives the others the deadline of an operation, and a
     /// second for each 4 MiB of the state.
     ///
     /// # Errors
-    /// [`FaultKind::NotSaved`], on every rank, that names the rank which could not do its part and why: the save before is
-    /// still the latest, and the group goes on. `InvalidArgument`, where lost ranks do not fail the job, for a second
+    /// [`FaultKind::NotSaved`], on every rank, that names the rank which could not do its part and why, or the save of another
+    /// job or run that is there: the save before is still in place, and the group goes on. `InvalidArgument`, where lost ranks do not fail the job, for a second
     /// save between two commits. Otherwise as [`Handle::wait`](crate::Handle::wait), but never
     /// [`FaultKind::StepAborted`]: a rank that is lost meanwhile makes it `NotSaved` unless its share was written.
     pub fn save(&self, directory: &Path, state: &dyn State) -> Result<Saved, Fault> {
@@ -67,7 +69,8 @@ impl Group {
         let me = self.rank();
 
         // Every rank takes part in every exchange, whatever went wrong before: so nobody waits for one that gave up.
-        let proposed = propose(directory, &parts, step, since, &self.members());
+        let ours = &self.durable.ours;
+        let proposed = propose(ours, directory, &parts, step, since, &self.members());
         let (said, mut trouble) = match proposed {
             Ok(call) => (Some(call.encode()), None),
             Err(fault) => (None, Some(fault)),
@@ -93,7 +96,7 @@ impl Group {
         let verdict = called.as_ref().filter(|_| publisher).map(|(_, call)| match failed.clone() {
             Some((rank, text)) => Verdict::Failed(rank, text),
             None => {
-                let mut manifest = call.manifest(&parts, self.world_size(), &self.durable.identity);
+                let mut manifest = call.manifest(&parts, self.world_size(), &ours.identity);
                 match publish(disk, directory, call.name, &mut manifest) {
                     Ok(_) => Verdict::Published,
                     Err(fault) => Verdict::Failed(fault.rank.unwrap_or(me), fault.detail),
@@ -126,7 +129,8 @@ impl Group {
         let path = call.name.path(directory);
         match verdict {
             Verdict::Published => {
-                if publisher && let Err(error) = prune(disk, directory, call.name, self.durable.identity.keep) {
+                ours.saved(&call.id, call.name);
+                if publisher && let Err(error) = prune(disk, directory, call.name, ours) {
                     tracing::warn!(directory = %directory.display(), %error, "older saves could not be removed");
                 }
                 tracing::info!(save = %path.display(), %step, bytes, "saved");
@@ -175,6 +179,9 @@ impl Group {
             restored = Err(Fault::new(FaultKind::NotRestored, detail));
         }
         let restored = restored.and_then(|()| saved.restore_into(state));
+        if restored.is_ok() {
+            self.durable.ours.goes_on_from(saved.manifest(), saved.path().parent());
+        }
         let text = restored.as_ref().err().map(|fault| fault.detail.as_bytes());
         match self.say(Round::Filled, text, patience, since)? {
             Heard::Said(rank, text) => {
@@ -194,8 +201,8 @@ impl Group {
             let detail = format!("{} {what}", saved.path().display());
             Err(Fault::new(FaultKind::NotRestored, detail))
         };
-        let identity = &self.durable.identity;
-        let advice = "to begin from it all the same, use SavedState::restore_into on every rank";
+        let identity = &self.durable.ours.identity;
+        let advice = "to begin from it all the same, use SavedState::restore_into on every rank, and save elsewhere";
         match saved.job() {
             Some(job) if !identity.job.is_empty() && job != identity.job => {
                 return refuse(format!("was made by job '{job}', but this is job '{}': {advice}", identity.job));
@@ -262,6 +269,7 @@ pub(super) struct Call {
 
 /// The call that this rank would make.
 pub(super) fn propose(
+    ours: &Ours,
     directory: &Path,
     parts: &[StateTensor<'_>],
     step: Step,
@@ -270,12 +278,13 @@ pub(super) fn propose(
 ) -> Result<Call, Fault> {
     check_parts(parts.iter().map(|part| (part.name, part.bytes.len() as u64)))?;
     let listing = Listing::read(directory).map_err(|error| unreadable(FaultKind::NotSaved, directory, &error))?;
+    ours.check(directory, &listing)?;
     let latest = listing.saves.last().map_or(0, |name| name.sequence);
-    let mut id = [0; 16];
-    getrandom::fill(&mut id)
+    let mut random = [0; 4];
+    getrandom::fill(&mut random)
         .map_err(|error| Fault::new(FaultKind::NotSaved, format!("the system gives no random bytes: {error}")))?;
     Ok(Call {
-        id,
+        id: ours.id(random),
         name: Name { sequence: latest.saturating_add(1), step },
         step,
         epoch,

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 use tempfile::TempDir;
 
-use super::agree::SaveIdentity;
 use super::disk::Disk;
 use super::names::Listing;
+use super::owner::Ours;
 use super::save::{Call, propose};
 use super::write::{prune, publish, write_shard};
 use super::*;
@@ -46,26 +46,35 @@ impl State for Parts {
 }
 
 fn call(directory: &Path, state: &Parts, step: u64, ranks: u32) -> Call {
+    call_of(&Ours::new(identity()), directory, state, step, ranks).expect("a call")
+}
+
+fn call_of(ours: &Ours, directory: &Path, state: &Parts, step: u64, ranks: u32) -> Result<Call, Fault> {
     let members: Vec<Rank> = (0..ranks).map(Rank).collect();
-    let call = propose(directory, &state.parts(), Step(step), Epoch(1), &members).expect("a call");
-    Call { piece_bytes: 4096, ..call }
+    let call = propose(ours, directory, &state.parts(), Step(step), Epoch(1), &members)?;
+    Ok(Call { piece_bytes: 4096, ..call })
 }
 
 fn identity() -> SaveIdentity {
-    SaveIdentity { job: "digits".into(), model_version: String::new(), keep: 2 }
+    SaveIdentity { job: "digits".into(), model_version: String::new(), keep: 2, run: [7; 8] }
 }
 
 /// What a group of so many ranks does, one rank after the other.
 fn save(disk: Disk<'_>, directory: &Path, step: u64, ranks: u32) -> Result<(), Fault> {
+    save_as(&Ours::new(identity()), disk, directory, step, ranks)
+}
+
+fn save_as(ours: &Ours, disk: Disk<'_>, directory: &Path, step: u64, ranks: u32) -> Result<(), Fault> {
     let state = Parts::new(step);
-    let call = call(directory, &state, step, ranks);
+    let call = call_of(ours, directory, &state, step, ranks)?;
     for rank in (0..ranks).map(Rank) {
         let header = call.header(rank).expect("a member");
         write_shard(disk, &call.unfinished(directory), &header, &state.parts())?;
     }
-    let mut manifest = call.manifest(&state.parts(), ranks, &identity());
+    let mut manifest = call.manifest(&state.parts(), ranks, &ours.identity);
     publish(disk, directory, call.name, &mut manifest)?;
-    let _ = prune(disk, directory, call.name, identity().keep);
+    ours.saved(&call.id, call.name);
+    let _ = prune(disk, directory, call.name, ours);
     Ok(())
 }
 
@@ -114,6 +123,55 @@ fn entries(path: &Path) -> Vec<String> {
     let mut names: Vec<String> = names.map(|name| name.into_string().expect("a name")).collect();
     names.sort();
     names
+}
+
+#[test]
+fn a_run_deletes_what_is_its_own_and_what_it_went_on_from_and_hears_of_others() {
+    let directory = saved(&[]);
+    let path = directory.path();
+    let run = |run: u8, job: &str| Ours::new(SaveIdentity { job: job.into(), run: [run; 8], ..identity() });
+    let save = |ours: &Ours, step| save_as(ours, Disk::real(), path, step, 2);
+    let refused = |ours: &Ours, words: &str| {
+        let fault = save(ours, 99).expect_err(words);
+        assert!(fault.kind == FaultKind::NotSaved && fault.detail.contains(words), "{fault}");
+    };
+    let first = run(1, "");
+    (1..=3).for_each(|step| save(&first, step).expect("saved"));
+    // One that begins anew leaves alone what is there: with its first save it is the one that saves here.
+    let second = run(2, "");
+    fs::create_dir(call_of(&first, path, &Parts::new(9), 9, 2).expect("a call").unfinished(path)).expect("made");
+    (4..=6).for_each(|step| save(&second, step).expect("saved"));
+    assert_eq!(entries(path).len(), 5, "{:?}", entries(path));
+    refused(&first, "save-000006-step-6 was made by another run, which saves here at the same time");
+    // Whoever goes on from a save goes on with its line; the line of the first is not that.
+    let third = run(4, "");
+    third.goes_on_from(latest(path).manifest(), Some(path));
+    save(&third, 7).expect("saved");
+    refused(&second, "save-000007-step-7 was made by another run");
+    save(&third, 8).expect("saved");
+    let names: Vec<String> = entries(path).into_iter().filter(|name| !name.contains('.')).collect();
+    assert_eq!(names, ["save-000002-step-2", "save-000003-step-3", "save-000007-step-7", "save-000008-step-8"]);
+    let fourth = run(5, "");
+    fourth.goes_on_from(latest(path).manifest(), Some(path));
+    save(&third, 9).expect("the other run is not gone");
+    refused(&fourth, "save-000009-step-9 was made by another run");
+}
+
+#[test]
+fn jobs_and_versions_of_a_model_that_differ_do_not_save_in_one_directory() {
+    let directory = saved(&[1]);
+    let other = |job: &str, version: &str| {
+        let ours = SaveIdentity { job: job.into(), model_version: version.into(), keep: 2, run: [9; 8] };
+        save_as(&Ours::new(ours), Disk::real(), directory.path(), 5, 2).expect_err("another's").detail
+    };
+    let said = other("numbers", "");
+    assert!(
+        said.contains("save-000001-step-1 was made by job 'digits': give each job a directory of its own"),
+        "{said}"
+    );
+    let said = other("digits", "v2");
+    assert!(said.contains("was made by a job of another version of the model ('')"), "{said}");
+    assert_eq!(entries(directory.path()), ["save-000001-step-1"]);
 }
 
 #[test]

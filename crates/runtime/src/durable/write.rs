@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use gradwire_proto::saved::{Cut, SHARD_HEADER_BYTES, SavedManifest, SavedShard, ShardHeader};
 use gradwire_proto::{Fault, FaultKind};
@@ -11,6 +12,7 @@ use gradwire_proto::{Fault, FaultKind};
 use super::disk::Disk;
 use super::layout::Layout;
 use super::names::{Listing, MANIFEST, Name, REMOVED, removed, shard_path};
+use super::owner::Ours;
 use crate::StateTensor;
 
 /// The fault of something that could not be done to a file.
@@ -130,7 +132,9 @@ pub(super) fn publish(
     write().map_err(|error| failed(&path, &error))?;
     let published = name.path(directory);
     disk.rename(&save, &published).map_err(|error| {
-        let what = format!("{} cannot be renamed to {}: {error}", save.display(), published.display());
+        let there =
+            if published.exists() { "; it is there already: does another job save in this directory?" } else { "" };
+        let what = format!("{} cannot be renamed to {}: {error}{there}", save.display(), published.display());
         Fault::new(FaultKind::NotSaved, what)
     })?;
     if let Err(error) = disk.sync_directory(directory) {
@@ -159,15 +163,17 @@ fn remove(disk: Disk<'_>, path: &Path) -> io::Result<()> {
     disk.remove_directory(path)
 }
 
-/// Removes what unfinished saves left, and all saves but the latest `keep`, of which `name` is the very latest. Never one
-/// that is later: that is another job's.
-pub(super) fn prune(disk: Disk<'_>, directory: &Path, name: Name, keep: usize) -> io::Result<()> {
+/// Removes what unfinished saves left, and those saves that are this run's to delete, but for the latest, of which `name` is
+/// the very latest. Never one that is later: that is another job's.
+pub(super) fn prune(disk: Disk<'_>, directory: &Path, name: Name, ours: &Ours) -> io::Result<()> {
     let listing = Listing::read(directory)?;
     let older: Vec<Name> = listing.saves.into_iter().filter(|save| save.sequence < name.sequence).collect();
-    let keep = keep.saturating_sub(1);
-    let old = older[..older.len().saturating_sub(keep)].iter().map(|save| save.path(directory));
-    for path in old.chain(listing.leftovers) {
-        if path.extension().is_some_and(|extension| extension == REMOVED) {
+    let old = ours.to_delete(directory, &older, ours.identity.keep.saturating_sub(1));
+    let old = old.into_iter().map(|save| save.path(directory));
+    let now = last_written(&name.path(directory));
+    let leftovers = listing.leftovers.into_iter().filter(|path| may_sweep(path, now, ours));
+    for path in old.chain(leftovers) {
+        if is_removed(&path) {
             remove(disk, &path)?;
             continue;
         }
@@ -178,6 +184,23 @@ pub(super) fn prune(disk: Disk<'_>, directory: &Path, name: Name, keep: usize) -
         remove(disk, &removed)?;
     }
     disk.sync_directory(directory)
+}
+
+fn is_removed(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == REMOVED)
+}
+
+/// Whether a leftover is to be deleted: not the save that another job is writing.
+fn may_sweep(path: &Path, now: Option<SystemTime>, ours: &Ours) -> bool {
+    let idle = || now?.duration_since(last_written(path)?).ok();
+    let id = path.file_name().and_then(|name| crate::env::unhex(name.to_str()?.split('.').nth(1)?));
+    is_removed(path) || ours.may_sweep(id.unwrap_or_default(), idle())
+}
+
+/// When something in this directory was written last, by the clock of its file system.
+fn last_written(path: &Path) -> Option<SystemTime> {
+    let files = fs::read_dir(path).ok()?.filter_map(|entry| entry.ok()?.metadata().ok()?.modified().ok());
+    files.chain(fs::metadata(path).ok()?.modified()).max()
 }
 
 /// The bytes of a file of at most so many.

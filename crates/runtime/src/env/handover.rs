@@ -133,8 +133,9 @@ impl Exchange {
             }
             if Instant::now() >= deadline {
                 let text = format!(
-                    "rank 0 has not handed over the job's secret in {}: it did not start, or it runs on another host; \
-                     for several hosts export GRADWIRE_SECRET and GRADWIRE_BROKER to all ranks",
+                    "rank 0 has not handed over the job's secret in {}: it did not start, it runs on another host, or all \
+                     ranks had joined before this process was started, and the file is gone; for several hosts, and for \
+                     processes that join a running job, export GRADWIRE_SECRET and GRADWIRE_BROKER to all",
                     path.display()
                 );
                 return Err(Fault::new(FaultKind::DeadlineExceeded, text).at(gradwire_proto::Rank(0)));

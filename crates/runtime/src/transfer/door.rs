@@ -137,7 +137,7 @@ impl<F: Fn(Arrival)> Keeper<F> {
             Caller::State(peer, stream) => (peer, stream),
         };
         if self.streams.len() >= SERVED_MAX {
-            return server::turn_away(stream, self.params.job);
+            return server::turn_away(stream, self.params.job, "many ranks are joining");
         }
         self.asked += 1;
         let asker = self.asked;
@@ -146,7 +146,10 @@ impl<F: Fn(Arrival)> Keeper<F> {
         tracing::info!(%peer, "gives the state to a newcomer");
         match system::thread("gradwire-state", move || server::serve(stream, job, &holder, asker)) {
             Ok(thread) => self.streams.push((handle, thread)),
-            Err(fault) => tracing::warn!(%fault, "the state cannot be given to a newcomer"),
+            Err(fault) => {
+                tracing::warn!(%fault, "the state cannot be given to a newcomer");
+                server::turn_away(handle, job, &fault.detail);
+            }
         }
     }
 }

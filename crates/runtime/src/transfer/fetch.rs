@@ -8,6 +8,7 @@ use gradwire_proto::transfer::{Ask, Given, No, Sums, keeps};
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::stream::{Answer, FrameStream, invalid};
+use crate::system;
 
 /// Pieces that are asked of one member before the first of them is here.
 const WINDOW: usize = 4;
@@ -33,24 +34,38 @@ impl From<io::Error> for Trouble {
 }
 
 /// Asks all members something at once, and reads their answers: in their order.
+///
+/// # Errors
+/// `System` when there are no threads to be had.
 pub(super) fn ask_all<T: Send>(
     sources: &mut [Source],
     ask: impl Fn(u32) -> Ask + Sync,
     read: impl Fn(&mut FrameStream) -> Result<T, Trouble> + Sync,
-) -> Vec<Result<T, Trouble>> {
+) -> Result<Vec<Result<T, Trouble>>, Fault> {
     let (ask, read) = (&ask, &read);
+    let panicked = || Err(Trouble::Lost(io::Error::other("the thread that reads panicked")));
+    at_once(sources.iter_mut().zip(0..), panicked, |(source, seat)| {
+        source.stream.ask(ask(seat))?;
+        read(&mut source.stream)
+    })
+}
+
+/// Does something for all of these, each in a thread of its own. Those that were started are waited for in any case.
+///
+/// # Errors
+/// `System` when there are no threads to be had.
+pub(super) fn at_once<I: Send, T: Send>(
+    items: impl Iterator<Item = I>,
+    panicked: impl Fn() -> T,
+    act: impl Fn(I) -> T + Sync,
+) -> Result<Vec<T>, Fault> {
+    let act = &act;
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..)
-            .zip(sources.iter_mut())
-            .map(|(seat, source)| {
-                scope.spawn(move || {
-                    source.stream.ask(ask(seat))?;
-                    read(&mut source.stream)
-                })
-            })
-            .collect();
-        let panicked = || Err(Trouble::Lost(io::Error::other("the thread that reads panicked")));
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| panicked())).collect()
+        let threads: Vec<_> = items.map(|item| system::scoped("gradwire-fetch", scope, move || act(item))).collect();
+        let ended = |thread: std::thread::ScopedJoinHandle<'_, T>| thread.join().unwrap_or_else(|_| panicked());
+        // All are waited for, whether or not the others could be started.
+        let outcomes: Vec<Result<T, Fault>> = threads.into_iter().map(|thread| thread.map(ended)).collect();
+        outcomes.into_iter().collect()
     })
 }
 
@@ -62,15 +77,14 @@ pub(super) fn body(stream: &mut FrameStream, wanted: Given) -> Result<Vec<u8>, T
     }
 }
 
+/// Of each piece: its CRC-32, and who gave it.
+pub(super) type Pieces = BTreeMap<u32, (u32, Rank)>;
+
 /// Compares the pieces that are here with what all members keep.
 ///
 /// # Errors
 /// `Diverged`, when the states of two members differ.
-pub(super) fn compare(
-    pieces: &BTreeMap<u32, (u32, Rank)>,
-    kept: &[(Rank, Sums)],
-    part_of: &dyn Fn(u32) -> String,
-) -> Result<(), Fault> {
+pub(super) fn compare(pieces: &Pieces, kept: &[(Rank, Sums)], part_of: &dyn Fn(u32) -> String) -> Result<(), Fault> {
     for (rank, sums) in kept {
         for (piece, crc) in &sums.0 {
             let Some((known, by)) = pieces.get(piece).filter(|(known, _)| known != crc) else { continue };
@@ -124,7 +138,10 @@ struct Got {
 /// Gets every piece from a member that keeps it, all members at once; what one of them fails to give, another one does.
 /// Returns the CRC-32 of each, and who gave it; nothing if not all could be had. Members that failed are left out from
 /// then on.
-pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Option<BTreeMap<u32, (u32, Rank)>> {
+///
+/// # Errors
+/// `System` when there are no threads to be had.
+pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Result<Option<Pieces>, Fault> {
     let holders = sources.len() as u32;
     let mut seats: Vec<(u32, &mut Source)> = (0..).zip(sources.iter_mut()).collect();
     let mut classes: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
@@ -132,16 +149,10 @@ pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Opti
         classes[(target.0 % holders) as usize].push_back(target);
     }
     let queue = Queue { classes: Mutex::new(classes), holders };
-    let (mut pieces, mut lost) = (BTreeMap::new(), Vec::new());
+    let (mut pieces, mut lost) = (Pieces::new(), Vec::new());
     loop {
-        let got: Vec<Got> = std::thread::scope(|scope| {
-            let queue = &queue;
-            let threads: Vec<_> = seats
-                .iter_mut()
-                .map(|(seat, source)| scope.spawn(|| fetch_from(&mut source.stream, *seat, queue)))
-                .collect();
-            threads.into_iter().map(|thread| thread.join().unwrap_or_default()).collect()
-        });
+        let got: Vec<Got> =
+            at_once(seats.iter_mut(), Got::default, |(seat, source)| fetch_from(&mut source.stream, *seat, &queue))?;
         let before = seats.len();
         let mut wells = got.iter().map(|got| got.well).collect::<Vec<_>>().into_iter();
         for ((_, source), got) in seats.iter().zip(got) {
@@ -154,7 +165,7 @@ pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Opti
         if all || seats.len() == before {
             drop(queue);
             sources.retain(|source| !lost.contains(&source.rank));
-            return all.then_some(pieces);
+            return Ok(all.then_some(pieces));
         }
     }
 }
@@ -200,5 +211,22 @@ fn fetch_window<'a>(
         stream.read_body(&header, bytes)?;
         got.push((*piece, header.payload_crc));
         asked.pop_front();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::system::tests::REFUSES;
+
+    #[test]
+    fn without_threads_there_is_a_fault_that_says_what_to_raise_and_no_panic() {
+        let act = |number: u32| if number == 2 { panic!("a bug") } else { number * 10 };
+        let done = || at_once([1, 2, 3].into_iter(), || 0, act).map_err(|fault| (fault.kind, fault.detail));
+        assert_eq!(done(), Ok(vec![10, 0, 30]));
+        REFUSES.set(true);
+        let (kind, detail) = done().expect_err("there are none");
+        assert!(kind == FaultKind::System && detail.contains("no thread could be started"), "{detail}");
+        assert!(detail.contains("ulimit -u"), "{detail}");
     }
 }

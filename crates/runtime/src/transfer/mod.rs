@@ -10,11 +10,13 @@ mod door;
 mod fetch;
 mod holder;
 mod newcomer;
+mod place;
 mod server;
 mod share;
 mod stream;
 
 pub(crate) use door::{DoorBell, DoorKeeper};
-pub(crate) use holder::{Holder, Made, parts_of};
+pub(crate) use holder::{Holder, Made, parts_mut_of, parts_of};
 pub(crate) use newcomer::Newcomer;
+pub(crate) use place::Rival;
 pub(crate) use share::Copying;

@@ -15,8 +15,9 @@ use gradwire_proto::{Fault, FaultKind, Rank, Step, WireFormat};
 use gradwire_transport::Buffer;
 use gradwire_transport::establish::dial_state;
 
-use super::fetch::{Source, Trouble, ask_all, body, compare, fetch};
-use super::holder::parts_of;
+use super::fetch::{Source, Trouble, ask_all, at_once, body, compare, fetch};
+use super::holder::{parts_mut_of, parts_of};
+use super::place::Rival;
 use super::stream::{FrameStream, invalid};
 use crate::group::RESERVED_PREFIX;
 use crate::state::{StepResults, StepTensor, Trainer};
@@ -44,8 +45,11 @@ pub(crate) struct Newcomer<'a> {
     /// The members now, and before this process was one.
     pub(crate) view: View,
     pub(crate) before: View,
-    /// It has said that it is ready: from then on the others may count on it.
-    pub(crate) ready: bool,
+    /// When it said that it is ready: from then on the others may count on it.
+    pub(crate) ready: Option<Instant>,
+    pub(crate) rival: Rival,
+    /// Why the last attempt came to nothing.
+    pub(crate) last: Option<String>,
 }
 
 /// Why an attempt came to nothing.
@@ -69,8 +73,9 @@ pub(crate) struct CaughtUp {
     pub(crate) outline: Outline,
     tensors: Vec<Declaration>,
     results: Vec<StepTensor>,
-    /// Steps whose results the state has.
+    /// Steps whose results the state has, and how many were final when the last of them was had.
     pub(crate) commits: u64,
+    final_by_then: u64,
     pub(crate) transfer: Transfer,
 }
 
@@ -79,31 +84,51 @@ impl Newcomer<'_> {
     /// is ready once it had caught up.
     ///
     /// # Errors
-    /// By the deadline: `DeadlineExceeded` that says what was tried last; `DeclarationMismatch`, `ShapeMismatch`,
-    /// `DTypeMismatch` or `OperationMismatch` where this process trains another model; `Diverged` when members' states
-    /// differ; what ended the job; what the trainer met.
+    /// By the deadline: `DeadlineExceeded` that says what was tried last; `WorldMismatch` where this rank lives already;
+    /// `DeclarationMismatch`, `ShapeMismatch`, `DTypeMismatch` or `OperationMismatch` where this process trains another
+    /// model; `Diverged` when members' states differ; what ended the job; what the trainer met.
     pub(crate) fn catch_up(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
+        let caught_up = self.catch_up_or_say_why(trainer);
+        // Whatever it met: with another process in its place it could not have been taken in.
+        caught_up.map_err(|fault| match (self.rival.fault(&self.view, self.params.rank), &self.last) {
+            (Some(rival), _) => rival,
+            // The job ended while it tried.
+            (None, Some(last)) if fault.kind == FaultKind::RankLeft => {
+                Fault { detail: format!("{}; this rank tried to get it until then: {last}", fault.detail), ..fault }
+            }
+            (None, _) => fault,
+        })
+    }
+
+    fn catch_up_or_say_why(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
         let parts = parts_of(&trainer.parts())?;
-        let mut last = "no member was asked".to_owned();
         let mut ahead = 1;
         loop {
             self.take_events()?;
+            let held = self.is_held()?;
             if Instant::now() >= self.deadline {
+                let last = self.last.as_deref().unwrap_or("no member was asked");
                 let detail = format!(
                     "this rank did not get the job's state in time ({last}): does every rank offer it with Group::offer_state at the beginning of each step? A longer deadline may be needed"
                 );
                 return Err(Fault::new(FaultKind::DeadlineExceeded, detail).at(self.params.rank));
             }
-            match self.attempt(ahead, &parts, trainer) {
+            if held {
+                // Its state would be asked for in vain, and kept from others that join.
+                std::thread::sleep(AGAIN_AFTER);
+                continue;
+            }
+            let why = match self.attempt(ahead, &parts, trainer) {
                 Ok(caught_up) => return Ok(caught_up),
                 Err(Attempt::Never(fault)) => return Err(fault),
-                Err(Attempt::Again(why)) => last = why,
+                Err(Attempt::Again(why)) => why,
                 Err(Attempt::Missed(why)) => {
-                    last = why;
                     ahead = (2 * ahead).min(AHEAD_MAX);
+                    why
                 }
-            }
-            tracing::info!(why = last, "the job's state could not be had: again");
+            };
+            tracing::info!(why, "the job's state could not be had: again");
+            self.last = Some(why);
             std::thread::sleep(AGAIN_AFTER);
         }
     }
@@ -112,7 +137,7 @@ impl Newcomer<'_> {
     fn attempt(&mut self, ahead: u64, parts: &[SavedPart], trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
         let mut sources = self.connect()?;
         let outlines =
-            ask_all(&mut sources, |_| Ask::Outline, |stream| decode(body(stream, Given::Outline)?, Outline::decode));
+            ask_all(&mut sources, |_| Ask::Outline, |stream| decode(body(stream, Given::Outline)?, Outline::decode))?;
         let outlines = all(&sources, outlines)?;
         let outline = outlines.iter().max_by_key(|outline| outline.commits).cloned().unwrap_or_default();
         let tensors: Vec<Declaration> = outline.declared.iter().flatten().cloned().collect();
@@ -123,50 +148,71 @@ impl Newcomer<'_> {
         let result =
             |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
         let results = tensors.iter().map(result).collect();
-        let mut caught_up = CaughtUp { sources, outline, tensors, results, commits, transfer };
+        let final_by_then = commits;
+        let mut caught_up = CaughtUp { sources, outline, tensors, results, commits, final_by_then, transfer };
+        let begun = Instant::now();
         while self.view.member(self.control.join_id()).is_none() {
             match caught_up.follow(trainer) {
                 Ok(true) => {}
-                Ok(false) if !self.ready => {
+                Ok(false) if self.ready.is_none() => {
                     self.control.ready();
-                    self.ready = true;
+                    self.ready = Some(Instant::now());
                 }
-                Ok(false) => std::thread::sleep(FOLLOW_EVERY),
+                Ok(false) => {
+                    self.is_held()?;
+                    std::thread::sleep(FOLLOW_EVERY);
+                }
                 // The others may count on it by now.
-                Err(Attempt::Again(why)) if self.ready => return Err(Attempt::Never(lost(&why))),
+                Err(Attempt::Again(why)) if self.ready.is_some() => return Err(Attempt::Never(lost(&why))),
                 Err(attempt) => return Err(attempt),
             }
             self.take_events()?;
             if Instant::now() >= self.deadline {
-                return Err(Attempt::Never(self.not_taken_in()));
+                return Err(Attempt::Never(self.not_taken_in(begun, &caught_up)));
             }
         }
         Ok(caught_up)
     }
 
-    fn not_taken_in(&self) -> Fault {
+    /// Why this process is no member at its deadline, though it had the state since `begun`.
+    fn not_taken_in(&self, begun: Instant, caught_up: &CaughtUp) -> Fault {
         let rank = self.params.rank;
-        let detail = match self.view.rank(rank) {
-            Some(other) => {
-                format!("{rank} is held by a process on '{}' that the others still count on", other.endpoint.hostname)
-            }
-            None => "the members did not take this rank in".to_owned(),
+        let seconds = |since: Instant| self.deadline.saturating_duration_since(since).as_secs_f64();
+        let detail = match (self.view.rank(rank), self.ready) {
+            (Some(other), _) => format!(
+                "{rank} is held by a process on '{}' that does not answer, but that the others still count on: this one had \
+                 the job's state, and waited for its place until its deadline",
+                other.endpoint.hostname
+            ),
+            (None, Some(ready)) => format!(
+                "this rank had caught up, but the members did not agree on an epoch with it in the {:.1} s that were left \
+                 before its deadline: a longer one may be needed (GRADWIRE_DEADLINE_MS), or a broker that answers sooner",
+                seconds(ready)
+            ),
+            (None, None) => format!(
+                "this rank did not catch up: it had the job's state {:.1} s before its deadline, and was still {} steps \
+                 behind at the end, for it applies results more slowly than the members make them, or not sooner: a faster \
+                 Trainer::apply, or a longer deadline (GRADWIRE_DEADLINE_MS), may be needed",
+                seconds(begun),
+                caught_up.final_by_then.saturating_sub(caught_up.commits).max(1)
+            ),
         };
-        let detail = format!("{detail}: it had the job's state, and waited until its deadline");
         Fault::new(FaultKind::DeadlineExceeded, detail).at(rank)
+    }
+
+    /// Whether this rank lives already, as another process that answers. Looks at most every so often.
+    fn is_held(&mut self) -> Result<bool, Fault> {
+        self.rival.look((&self.endpoint, &self.params), (&self.view, self.control.join_id()), self.deadline)
     }
 
     /// Streams to all members that can be reached.
     fn connect(&self) -> Result<Vec<Source>, Attempt> {
         let limit = self.deadline.min(Instant::now() + DIAL_MAX);
-        let others: Vec<&Member> =
-            self.view.members.iter().filter(|member| member.id != self.control.join_id()).collect();
+        // Whoever has this rank, and did not answer, has nothing to give to it.
+        let others: Vec<&Member> = self.view.members.iter().filter(|member| member.rank != self.params.rank).collect();
         // All at once: one that is gone takes as long as it may.
-        let dialled: Vec<Result<Source, Fault>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = others.iter().map(|member| scope.spawn(|| self.dial(member, limit))).collect();
-            let panicked = |_| Err(Fault::new(FaultKind::System, "the thread that dials panicked"));
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
-        });
+        let panicked = || Err(Fault::new(FaultKind::System, "the thread that dials panicked"));
+        let dialled = at_once(others.into_iter(), panicked, |member| self.dial(member, limit))?;
         let (mut sources, mut faults) = (Vec::new(), Vec::new());
         for outcome in dialled {
             match outcome {
@@ -174,7 +220,9 @@ impl Newcomer<'_> {
                 Err(fault) => faults.push(fault),
             }
         }
-        if let Some(fault) = faults.iter().find(|fault| fault.kind == FaultKind::SecretMismatch) {
+        // These do not pass.
+        let plain = [FaultKind::SecretMismatch, FaultKind::WorldMismatch, FaultKind::ProtocolVersion];
+        if let Some(fault) = faults.iter().find(|fault| plain.contains(&fault.kind)) {
             return Err(fault.clone().into());
         }
         if !sources.is_empty() {
@@ -211,7 +259,7 @@ impl Newcomer<'_> {
         let holders = sources.len() as u32;
         let ask = |seat| Ask::Snapshot { commits, seat, holders };
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Snapshot)?, Snapshot::decode);
-        let snapshots = ask_all(sources, ask, read);
+        let snapshots = ask_all(sources, ask, read)?;
         let snapshots = all(sources, snapshots)?;
         let start = Instant::now();
         same_parts(sources, &snapshots, parts)?;
@@ -219,7 +267,7 @@ impl Newcomer<'_> {
         let layout = pieces(&lengths).ok_or_else(|| Attempt::Again("the state is too large".to_owned()))?;
         let mut targets = Vec::with_capacity(layout.len());
         let mut pieces = layout.iter().peekable();
-        for (part, state) in (0..).zip(trainer.parts_mut()) {
+        for (part, state) in (0..).zip(parts_mut_of(trainer, parts)?) {
             let mut rest = state.bytes;
             while let Some((_, range)) = pieces.next_if(|(of, _)| *of == part) {
                 let (piece, behind) = rest.split_at_mut((range.end - range.start) as usize);
@@ -227,11 +275,11 @@ impl Newcomer<'_> {
                 rest = behind;
             }
         }
-        let Some(pieces) = fetch(sources, targets) else {
+        let Some(pieces) = fetch(sources, targets)? else {
             return Err(Attempt::Again("too many members stopped giving their state".to_owned()));
         };
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Sums)?, Sums::decode);
-        let sums = ask_all(sources, |_| Ask::Sums, read);
+        let sums = ask_all(sources, |_| Ask::Sums, read)?;
         // What a member that is lost by now has given was what it kept.
         let kept: Vec<(Rank, Sums)> =
             sources.iter().zip(sums).filter_map(|(source, sums)| Some((source.rank, sums.ok()?))).collect();
@@ -285,7 +333,7 @@ impl CaughtUp {
     fn follow(&mut self, trainer: &mut dyn Trainer) -> Result<bool, Attempt> {
         let commits = self.commits;
         let read = |stream: &mut FrameStream| read_step(stream);
-        let answers = ask_all(&mut self.sources, |_| Ask::Results(commits), read);
+        let answers = ask_all(&mut self.sources, |_| Ask::Results(commits), read)?;
         let not_yet =
             |answer: &Result<_, Trouble>| matches!(answer, Err(Trouble::No(No { reason: Reason::NotYet, .. })));
         if answers.iter().any(not_yet) {
@@ -314,6 +362,7 @@ impl CaughtUp {
         let step = Step(self.outline.first_step + commits);
         trainer.apply(&StepResults { step, contributors: &head.members, tensors: &self.results })?;
         self.commits += 1;
+        self.final_by_then = head.commits;
         Ok(true)
     }
 

@@ -125,10 +125,10 @@ impl Server<'_> {
     }
 }
 
-/// What a newcomer hears when too many ask at once.
-pub(super) fn turn_away(stream: StateStream, job: JobTag) {
+/// What a newcomer hears that cannot be served now.
+pub(super) fn turn_away(stream: StateStream, job: JobTag, why: &str) {
     let mut stream = FrameStream::new(stream, job, None);
-    let no = No { reason: Reason::Busy, commits: 0, detail: "many ranks are joining".to_owned() };
+    let no = No { reason: Reason::Busy, commits: 0, detail: why.to_owned() };
     let said = stream.stream.set_timeout(Duration::from_secs(1)).and_then(|()| stream.give(Given::No, &no.encode()));
     if let Err(error) = said {
         tracing::debug!(%error, "a newcomer that was turned away did not hear why");
