@@ -365,7 +365,7 @@ impl Inner {
         let share = Share::new(parts_of(&parts)?, seat, holders).map(Arc::new);
         self.kept = Some(share.clone());
         match share {
-            Ok(share) => Ok(Some(Copying { share, parts })),
+            Ok(share) => Ok(Some(Copying { shares: vec![share], parts })),
             Err(why) => {
                 tracing::warn!(why, "the state cannot be kept for a newcomer");
                 Ok(None)
