@@ -44,7 +44,9 @@ struct Server<'a> {
 impl Server<'_> {
     fn run(&mut self) -> io::Result<()> {
         loop {
-            match self.stream.read_ask()? {
+            let ask = self.stream.read_ask()?;
+            self.holder.hear(self.asker);
+            match ask {
                 Ask::Outline => self.stream.give(Given::Outline, &self.holder.outline().encode())?,
                 Ask::Snapshot { commits, seat, holders } => self.snapshot(commits, seat, holders)?,
                 Ask::Piece(piece) => self.piece(piece)?,
@@ -66,7 +68,10 @@ impl Server<'_> {
         loop {
             match ask(self) {
                 Ok(Some(found)) => return Ok(Some(found)),
-                Ok(None) => self.stream.give(Given::Wait, &[])?,
+                Ok(None) => {
+                    self.stream.give(Given::Wait, &[])?;
+                    self.holder.hear(self.asker);
+                }
                 Err(no) => return self.refuse(&no).map(|()| None),
             }
         }

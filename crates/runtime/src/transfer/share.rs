@@ -25,6 +25,8 @@ pub(super) struct Share {
     file: File,
     progress: Mutex<Progress>,
     changed: Condvar,
+    /// Somebody copies it.
+    begun: AtomicBool,
     /// Nobody needs it any more.
     given_up: AtomicBool,
 }
@@ -91,8 +93,13 @@ impl Share {
             .map_err(|error| format!("no memory file could be had for the state: {error}"))?;
         let progress = Progress { sums: vec![None; wanted.len()], left: wanted.len(), ended: None };
         let (file, progress, changed) = (file.into(), Mutex::new(progress), Condvar::new());
-        let given_up = AtomicBool::new(false);
-        Ok(Self { parts, pieces: wanted, file, progress, changed, given_up })
+        let (begun, given_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { parts, pieces: wanted, file, progress, changed, begun, given_up })
+    }
+
+    /// Takes it on: true for the first who does.
+    pub(super) fn begin(&self) -> bool {
+        !self.begun.swap(true, Ordering::AcqRel)
     }
 
     /// Where [`Copied::at`] is.
