@@ -7,8 +7,8 @@
 - `cost`: the time of an allreduce and its commit, with `GRADWIRE_RECOVERY=redo` and with `fail`, in turns.
 - `kill`: from the SIGKILL of a rank to the end of the first step without it, on the slowest of the others; beside it the
   time from the same SIGKILL to the end of the first step of a job that is started again as a whole.
-- `join`: how long a rank that was killed takes to get the state from the others, beside one copy of as many bytes through a
-  Unix socket; and what the steps of the others take meanwhile.
+- `join`: how long a rank that was killed takes to get the state from the others; one copy of as many bytes through a Unix
+  socket, on the machine as it is and while the ranks make their steps; and what the steps of the others take meanwhile.
 """
 
 import argparse
@@ -119,7 +119,8 @@ def kill(args):
 def copy_s(size):
     """One copy through a Unix socket, in pieces of 512 KiB."""
     a, b = socket.socketpair()
-    data, place = memoryview(bytearray(size)), memoryview(bytearray(size))
+    # Memory that was written to, as a state was; and memory that is not there yet, as in a process that begins.
+    data, place = memoryview(bytearray(b"\7") * size), memoryview(bytearray(size))
     writer = threading.Thread(target=lambda: [a.sendall(data[at : at + (512 << 10)]) for at in range(0, size, 512 << 10)])
     start, got = time.perf_counter(), 0
     writer.start()
@@ -137,14 +138,18 @@ def join(args):
         environment = {"GRADWIRE_TRANSPORT": args.transport, "RUST_LOG": "gradwire=info"}
         job = Job(args.ranks, [args.join_steps, args.pause_ms, args.state_mib << 10, 0], options, **environment)
         job.wait_for(0, "step 20 ")
+        beside = copy_s(size)
+        killed = job.steps(0)[-1][0]
         job.kill(args.ranks - 1)
         again = job.wait_for(args.ranks - 1, "joined ", nth=2)
         job.end()
         first = int(again.split()[2])
         fetch = job_fetch_ms(job)
         before = statistics.median(step_ms(job, first=5, last=18))
-        meanwhile = step_ms(job, first=22, last=first)
-        rounds.append({"copy_s": copy, "join_ms": int(again.split()[6]), "fetch_ms": fetch, "step_ms_before": before,
+        # From the one that is done again without the lost rank.
+        meanwhile = step_ms(job, first=killed + 2, last=first)
+        load = os.getloadavg()[0]
+        rounds.append({"load": load, "copy_s": copy, "copy_beside_steps_s": beside, "join_ms": int(again.split()[6]), "fetch_ms": fetch, "step_ms_before": before,
                        "step_ms_mean_meanwhile": statistics.mean(meanwhile), "step_ms_max_meanwhile": max(meanwhile)})
     return {"state_mib": args.state_mib, "rounds": rounds}
 

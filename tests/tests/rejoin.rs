@@ -98,6 +98,19 @@ fn below_the_minimum_a_job_waits_for_newcomers_and_goes_on() {
 }
 
 #[test]
+fn two_newcomers_that_are_needed_at_once_are_served_at_once() {
+    let plan = plan(3, "tcp").with("GRADWIRE_RANKS_MIN", 3);
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 10 ");
+    job.signal(1, Signal::KILL);
+    job.signal(2, Signal::KILL);
+    let back = [job.add(command(&plan, 1)), job.add(command(&plan, 2))];
+    let ended = job.wait();
+    let all = assert_same(&ended, &[0, back[0], back[1]]);
+    assert!(all.values().all(|(by, _)| by == "0,1,2"), "{all:?}");
+}
+
+#[test]
 fn a_newcomer_of_another_model_is_refused_and_nobody_is_disturbed() {
     let plan = plan(2, "auto");
     let mut job = start(&plan);

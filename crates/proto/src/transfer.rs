@@ -21,8 +21,6 @@ const PIECES_MAX: u64 = u32::MAX as u64;
 const ROUNDS_MAX: usize = 1 << 16;
 /// Largest answer in bytes, all of its frames together.
 pub const ANSWER_BYTES_MAX: usize = MANIFEST_BYTES_MAX * 2;
-/// Each piece is kept by this many holders, where there are so many.
-pub const COPIES: u32 = 2;
 
 /// What a newcomer asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +28,8 @@ pub enum Ask {
     /// What there is: [`Outline`].
     Outline,
     /// To keep the state as it is when so many steps are final, with the results of all later steps; of the state those
-    /// pieces that `seat` of `holders` keeps ([`keeps`]). Answered, when that step has come, with [`Snapshot`]: the pieces
-    /// are being copied then, those that this seat is the first to keep before the others.
+    /// pieces that `seat` of `holders` keeps ([`keeps`]), and the checksums of others ([`checks`]). Answered, when that step
+    /// has come, with [`Snapshot`]: the pieces are being copied then.
     Snapshot {
         /// Steps that are final.
         commits: u64,
@@ -45,7 +43,7 @@ pub enum Ask {
     /// The results of the step after so many final ones: [`Results`], and then each of its updates. The state is not needed
     /// any more.
     Results(u64),
-    /// The checksums of all pieces that are kept: answered with [`Sums`] when the last has been copied.
+    /// The checksums of all pieces that are kept or checked: answered with [`Sums`] when all is done.
     Sums,
 }
 
@@ -99,12 +97,16 @@ impl Ask {
     }
 }
 
-/// Whether this holder keeps a piece.
+/// Whether this holder keeps a piece: just one does.
 #[must_use]
 pub const fn keeps(piece: u32, seat: u32, holders: u32) -> bool {
-    let first = piece % holders;
-    let copies = if COPIES < holders { COPIES } else { holders };
-    (seat + holders - first) % holders < copies
+    piece % holders == seat
+}
+
+/// Whether this holder takes the checksum of a piece that another one keeps: so that states that differ show.
+#[must_use]
+pub const fn checks(piece: u32, seat: u32, holders: u32) -> bool {
+    holders > 1 && (piece % holders + 1) % holders == seat
 }
 
 /// What an answer is: the bucket of its frames.
@@ -219,7 +221,7 @@ impl Snapshot {
     }
 }
 
-/// The pieces that a member keeps, ascending, and the CRC-32 of each.
+/// The pieces that a member keeps or checks, ascending, and the CRC-32 of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sums(pub Vec<(u32, u32)>);
 
@@ -430,11 +432,13 @@ mod tests {
     }
 
     #[test]
-    fn every_piece_is_kept_twice_where_there_are_two() {
+    fn every_piece_is_kept_by_one_and_checked_by_another() {
         for holders in 1..7 {
             for piece in 0..20 {
-                let kept = (0..holders).filter(|seat| keeps(piece, *seat, holders)).count();
-                assert_eq!(kept as u32, holders.min(COPIES), "{piece} of {holders}");
+                let kept: Vec<u32> = (0..holders).filter(|seat| keeps(piece, *seat, holders)).collect();
+                let checked: Vec<u32> = (0..holders).filter(|seat| checks(piece, *seat, holders)).collect();
+                assert_eq!((kept.len(), checked.len()), (1, usize::from(holders > 1)), "{piece} of {holders}");
+                assert_ne!(kept, checked);
             }
         }
     }

@@ -98,10 +98,28 @@ fn too_few_ranks_that_wait_in_vain_end_by_their_deadline() {
 }
 
 #[test]
-fn too_few_ranks_may_be_joined_by_two() {
-    let faults = [(60, crash(2, Some(3_000_000))), (200, crash(0, None)), (5_000, Fault::Join { rank: 0 })];
-    let outcome = run(&Plan { ranks_min: RANKS, ..plan(Recovery::Redo, &faults) });
-    assert_eq!((outcome.tally.joined, outcome.tally.faults), (2, 0));
+fn too_few_ranks_are_joined_by_two_that_are_needed_at_once() {
+    for recovery in [Recovery::Redo, Recovery::Abort] {
+        let faults = [(60, crash(2, Some(3_000_000))), (200, crash(0, None)), (5_000, Fault::Join { rank: 0 })];
+        let outcome = run(&Plan { ranks_min: RANKS, ..plan(recovery, &faults) });
+        assert_eq!((outcome.tally.joined, outcome.tally.faults), (2, 0), "{:?}", outcome.tally);
+        assert!(outcome.virtual_us > 5_000_000, "the first waits for the second");
+    }
+}
+
+#[test]
+fn newcomers_that_are_stopped_keep_no_other_out() {
+    // As many as are served at once, and one more: they have asked for the state when they stop, before the step is over,
+    // and wake up when everything is.
+    let mut faults = Vec::new();
+    for rank in RANKS..RANKS + 9 {
+        faults.push((60, Fault::Join { rank }));
+        faults.push((200, Fault::Stop { rank, for_us: 60_000_000 }));
+    }
+    faults.push((300, Fault::Join { rank: RANKS + 9 }));
+    let plan = Plan { ranks_max: RANKS + 10, steps: 40, compute_us: 400_000, ..plan(Recovery::Redo, &faults) };
+    let outcome = run(&plan);
+    assert_eq!(outcome.tally.joined, 1, "{:?}", outcome.tally);
 }
 
 #[test]

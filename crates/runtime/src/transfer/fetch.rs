@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use gradwire_proto::transfer::{Ask, Given, No, Sums, keeps};
+use gradwire_proto::transfer::{Ask, Given, No, Sums};
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::stream::{Answer, FrameStream, invalid};
@@ -25,6 +25,8 @@ pub(super) enum Trouble {
     Lost(io::Error),
     /// It said no.
     No(No),
+    /// Nothing: it is not asked any more, because another one failed.
+    Stopped,
 }
 
 impl From<io::Error> for Trouble {
@@ -102,103 +104,57 @@ pub(super) fn compare(pieces: &Pieces, kept: &[(Rank, Sums)], part_of: &dyn Fn(u
 /// One piece, and where it goes.
 pub(super) type Target<'a> = (u32, &'a mut [u8]);
 
-/// Pieces that are still to be had, by the first holder that keeps them.
-struct Queue<'a> {
-    classes: Mutex<Vec<VecDeque<Target<'a>>>>,
-    holders: u32,
-}
-
-impl<'a> Queue<'a> {
-    /// The next piece that this holder keeps: those that it is the first to keep come first.
-    fn take(&self, seat: u32) -> Option<Target<'a>> {
-        let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
-        (0..self.holders)
-            .map(|distance| (seat + self.holders - distance) % self.holders)
-            .take_while(|class| keeps(*class, seat, self.holders))
-            .find_map(|class| classes[class as usize].pop_front())
-    }
-
-    fn put_back(&self, target: Target<'a>) {
-        let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
-        classes[(target.0 % self.holders) as usize].push_front(target);
-    }
-
-    fn is_empty(&self) -> bool {
-        self.classes.lock().unwrap_or_else(PoisonError::into_inner).iter().all(VecDeque::is_empty)
-    }
-}
-
-/// What came of one member: its pieces with their checksums, and whether it can be asked again.
-#[derive(Default)]
-struct Got {
-    pieces: Vec<(u32, u32)>,
-    well: bool,
-}
-
-/// Gets every piece from a member that keeps it, all members at once; what one of them fails to give, another one does.
-/// Returns the CRC-32 of each, and who gave it; nothing if not all could be had. Members that failed are left out from
-/// then on.
+/// Gets every piece from the member that keeps it, from all members at once. Returns the CRC-32 of each, and who gave it;
+/// or who failed to give what it keeps: nobody else keeps that, nor would a member that is lost give what follows.
 ///
 /// # Errors
 /// `System` when there are no threads to be had.
-pub(super) fn fetch(sources: &mut Vec<Source>, targets: Vec<Target<'_>>) -> Result<Option<Pieces>, Fault> {
+pub(super) fn fetch(
+    sources: &mut [Source],
+    targets: Vec<Target<'_>>,
+) -> Result<Result<Pieces, (Rank, Trouble)>, Fault> {
     let holders = sources.len() as u32;
-    let mut seats: Vec<(u32, &mut Source)> = (0..).zip(sources.iter_mut()).collect();
-    let mut classes: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
+    let mut shares: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
     for target in targets {
-        classes[(target.0 % holders) as usize].push_back(target);
+        shares[(target.0 % holders) as usize].push_back(target);
     }
-    let queue = Queue { classes: Mutex::new(classes), holders };
-    let (mut pieces, mut lost) = (Pieces::new(), Vec::new());
-    loop {
-        let got: Vec<Got> =
-            at_once(seats.iter_mut(), Got::default, |(seat, source)| fetch_from(&mut source.stream, *seat, &queue))?;
-        let before = seats.len();
-        let mut wells = got.iter().map(|got| got.well).collect::<Vec<_>>().into_iter();
-        for ((_, source), got) in seats.iter().zip(got) {
-            pieces.extend(got.pieces.into_iter().map(|(piece, crc)| (piece, (crc, source.rank))));
-            lost.extend((!got.well).then_some(source.rank));
-        }
-        seats.retain(|_| wells.next() == Some(true));
-        let all = queue.is_empty();
-        // Whoever was through before another one failed takes over.
-        if all || seats.len() == before {
-            drop(queue);
-            sources.retain(|source| !lost.contains(&source.rank));
-            return Ok(all.then_some(pieces));
+    let failed = AtomicBool::new(false);
+    let panicked = || Err(io::Error::other("the thread that reads panicked").into());
+    let got = at_once(sources.iter_mut().zip(shares), panicked, |(source, share)| {
+        // Where it shares cores with the members, their steps come first.
+        system::yield_to_others();
+        fetch_share(&mut source.stream, share, &failed).inspect_err(|_| failed.store(true, Ordering::Relaxed))
+    })?;
+    let (mut pieces, mut trouble) = (Pieces::new(), None);
+    for (source, got) in sources.iter().zip(got) {
+        match got {
+            Ok(got) => pieces.extend(got.into_iter().map(|(piece, crc)| (piece, (crc, source.rank)))),
+            // Whoever stopped because another one failed is not who is to be named.
+            Err(met) if trouble.is_none() || !matches!(met, Trouble::Stopped) => trouble = Some((source.rank, met)),
+            Err(_) => {}
         }
     }
+    Ok(trouble.map_or(Ok(pieces), Err))
 }
 
-/// Gets pieces from one member until there are none that it keeps.
-fn fetch_from<'a>(stream: &mut FrameStream, seat: u32, queue: &Queue<'a>) -> Got {
-    let mut asked: VecDeque<Target<'a>> = VecDeque::new();
-    let mut got = Got::default();
-    let outcome = fetch_window(stream, seat, queue, &mut asked, &mut got.pieces);
-    asked.into_iter().for_each(|target| queue.put_back(target));
-    if let Err(error) = &outcome {
-        tracing::info!(%error, "a member stopped giving its state: others take over");
-    }
-    got.well = outcome.is_ok();
-    got
-}
-
-fn fetch_window<'a>(
+/// Gets what one member keeps.
+fn fetch_share(
     stream: &mut FrameStream,
-    seat: u32,
-    queue: &Queue<'a>,
-    asked: &mut VecDeque<Target<'a>>,
-    got: &mut Vec<(u32, u32)>,
-) -> io::Result<()> {
+    mut wanted: VecDeque<Target<'_>>,
+    failed: &AtomicBool,
+) -> Result<Vec<(u32, u32)>, Trouble> {
+    let (mut asked, mut got) = (VecDeque::new(), Vec::with_capacity(wanted.len()));
     loop {
         while asked.len() < WINDOW
-            && let Some(target) = queue.take(seat)
+            && let Some(target) = wanted.pop_front()
         {
-            let piece = target.0;
+            stream.ask(Ask::Piece(target.0))?;
             asked.push_back(target);
-            stream.ask(Ask::Piece(piece))?;
         }
-        let Some((piece, bytes)) = asked.front_mut() else { return Ok(()) };
+        let Some((piece, bytes)) = asked.front_mut() else { return Ok(got) };
+        if failed.load(Ordering::Relaxed) {
+            return Err(Trouble::Stopped);
+        }
         let header = stream.read_given()?;
         match Given::from_code(header.bucket.0) {
             Some(Given::Piece) => {}
@@ -206,7 +162,12 @@ fn fetch_window<'a>(
                 stream.read_body(&header, &mut [])?;
                 continue;
             }
-            _ => return Err(invalid("it does not keep this piece any more")),
+            Some(Given::No) => {
+                let mut body = vec![0; header.payload_len as usize];
+                stream.read_body(&header, &mut body)?;
+                return Err(Trouble::No(No::decode(&body).map_err(|malformed| invalid(malformed.0))?));
+            }
+            _ => return Err(invalid("another answer than a piece").into()),
         }
         stream.read_body(&header, bytes)?;
         got.push((*piece, header.payload_crc));

@@ -1,4 +1,5 @@
-//! What a member keeps for a newcomer: its share of the state at one step, and the results of later steps.
+//! What a member keeps for newcomers: for each its share of the state at one step, and for all of them the results of
+//! later steps.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,8 +14,15 @@ use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use super::share::{Copying, Share};
 use crate::state::{State, StateTensor, StateTensorMut};
 
+#[cfg(test)]
+mod several_tests;
+
 /// Most bytes of results that are kept: a newcomer that falls further behind begins anew.
 const JOURNAL_BYTES_MAX: usize = 4 << 30;
+/// Most newcomers for which something is kept: there is a share of the state for each step that one of them asked for.
+const ASKERS_MAX: usize = 8;
+/// Where there are so many, one that has asked nothing for so long makes room for another one.
+const STALLED_AFTER: Duration = Duration::from_secs(3);
 
 /// Names a stream over which a newcomer asks.
 pub(super) type Asker = u64;
@@ -45,20 +53,36 @@ struct Inner {
     /// Too few ranks are left.
     too_few: Option<Fault>,
     /// Whom it all is kept for.
-    asker: Option<Asker>,
-    wish: Option<Wish>,
-    /// The share of the state that is kept, or why there is none.
-    kept: Option<Result<Arc<Share>, String>>,
+    askers: BTreeMap<Asker, Served>,
     journal: VecDeque<Entry>,
     journal_bytes: usize,
     closed: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
+/// A newcomer for which something is kept.
+#[derive(Debug)]
+struct Served {
+    /// The state that it asked for, until it has it.
+    wish: Option<Wish>,
+    /// The share of it that is kept, or why there is none.
+    kept: Option<Result<Arc<Share>, Refusal>>,
+    /// It may ask for the results of the step after so many final ones, and of all later ones.
+    next: u64,
+    /// When it asked last, or was told that it has to wait.
+    heard: Instant,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wish {
     commits: u64,
     seat: u32,
     holders: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Refusal {
+    reason: Reason,
+    why: String,
 }
 
 /// The results of a step, as far as this rank reduced them.
@@ -135,7 +159,7 @@ impl Holder {
     /// Keeps a unit that this rank reduced in the step after `commits` final ones.
     pub(crate) fn keep(&self, commits: u64, epoch: Epoch, made: Made) {
         let mut inner = self.lock();
-        if inner.asker.is_none() {
+        if inner.askers.is_empty() {
             return;
         }
         let Inner { journal, journal_bytes, .. } = &mut *inner;
@@ -165,7 +189,7 @@ impl Holder {
     pub(crate) fn commit(&self, commits: u64, epoch: Epoch, members: &[Rank]) {
         let mut inner = self.lock();
         inner.commits = commits;
-        if inner.asker.is_none() {
+        if inner.askers.is_empty() {
             return;
         }
         let step = commits - 1;
@@ -188,7 +212,7 @@ impl Holder {
         inner.resting
     }
 
-    /// The trainer offers its state, which is that after `commits` final steps: where a newcomer waits for just this one,
+    /// The trainer offers its state, which is that after `commits` final steps: where newcomers wait for just this one,
     /// there is something to be copied before the state changes. Waits for others where too few ranks are left.
     pub(crate) fn offer<'a>(
         &self,
@@ -204,8 +228,8 @@ impl Holder {
         let mut inner = self.lock();
         let mut copying = None;
         loop {
-            if inner.wish.is_some_and(|wish| wish.commits <= commits) && inner.kept.is_none() {
-                copying = inner.begin_share(commits, state)?;
+            if inner.waiting().any(|(_, wish)| wish.commits <= commits) {
+                copying = inner.begin_shares(commits, state)?;
                 self.settle(&inner);
                 self.changed.notify_all();
             }
@@ -223,9 +247,11 @@ impl Holder {
                 return Err(fault);
             }
             inner.resting = true;
-            if inner.wish.is_some_and(|wish| wish.commits > commits) {
-                // It does not come to that step before the newcomer is there: who asked has to ask for this one.
-                inner.forget();
+            // It does not come to a later step before newcomers are there: who asked for one has to ask for this one.
+            let early: Vec<Asker> =
+                inner.waiting().filter(|(_, wish)| wish.commits > commits).map(|(asker, _)| asker).collect();
+            if !early.is_empty() {
+                early.into_iter().for_each(|asker| inner.forget(asker));
                 self.changed.notify_all();
             }
             inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -237,9 +263,9 @@ impl Holder {
 
     /// Looks at everything again at the next offer, where there may be something to do.
     fn settle(&self, inner: &Inner) {
-        let waits = inner.wish.is_some() && inner.kept.is_none();
+        let waits = inner.waiting().next().is_some();
         self.wanted.store(waits || inner.too_few.is_some(), Ordering::Release);
-        self.journals.store(inner.asker.is_some(), Ordering::Relaxed);
+        self.journals.store(!inner.askers.is_empty(), Ordering::Relaxed);
     }
 
     pub(super) fn outline(&self) -> Outline {
@@ -248,15 +274,21 @@ impl Holder {
         Outline { first_step: self.first_step.0, commits: *commits, resting: *resting, declared: declared.clone() }
     }
 
-    /// Registers what a newcomer asks for. It is there when [`Holder::snapshot`] says so.
+    /// Registers what a newcomer asks for. It is there when [`Holder::share`] says so.
     pub(super) fn wish(&self, asker: Asker, commits: u64, seat: u32, holders: u32) -> Result<(), No> {
         let mut inner = self.lock();
-        if inner.asker.is_some_and(|other| other != asker) {
-            return Err(inner.no(Reason::Busy, "another rank is joining"));
+        if !inner.askers.contains_key(&asker) && inner.askers.len() >= ASKERS_MAX {
+            let stalled = inner.askers.iter().min_by_key(|(_, served)| served.heard);
+            let stalled = stalled.filter(|(_, served)| served.heard.elapsed() > STALLED_AFTER).map(|(asker, _)| *asker);
+            let Some(stalled) = stalled else {
+                return Err(inner.no(Reason::Busy, "many ranks are joining: ask again in a moment"));
+            };
+            tracing::info!("a newcomer that asks nothing makes room for another one");
+            inner.forget(stalled);
         }
-        inner.forget();
-        inner.asker = Some(asker);
-        inner.wish = Some(Wish { commits, seat, holders });
+        inner.forget(asker);
+        let wish = Some(Wish { commits, seat, holders });
+        inner.askers.insert(asker, Served { wish, kept: None, next: commits, heard: Instant::now() });
         self.settle(&inner);
         self.changed.notify_all();
         Ok(())
@@ -267,12 +299,18 @@ impl Holder {
         let mut inner = self.lock();
         let end = Instant::now() + patience;
         loop {
-            if inner.asker != Some(asker) {
+            let Some(served) = inner.askers.get_mut(&asker) else {
                 return Err(inner.no(Reason::TooLate, "the state of that step has passed"));
-            }
-            match &inner.kept {
-                Some(Ok(share)) => return Ok(Some(Arc::clone(share))),
-                Some(Err(why)) => return Err(inner.no(Reason::Never, why)),
+            };
+            served.heard = Instant::now();
+            match served.kept.clone() {
+                Some(Ok(share)) => return Ok(Some(share)),
+                Some(Err(Refusal { reason, why })) => {
+                    // It asks anew, or not at all.
+                    inner.forget(asker);
+                    self.settle(&inner);
+                    return Err(inner.no(reason, &why));
+                }
                 None => {}
             }
             let left = end.saturating_duration_since(Instant::now());
@@ -283,29 +321,33 @@ impl Holder {
         }
     }
 
+    /// A newcomer has asked something, or was told to wait.
+    pub(super) fn hear(&self, asker: Asker) {
+        if let Some(served) = self.lock().askers.get_mut(&asker) {
+            served.heard = Instant::now();
+        }
+    }
+
     /// What a newcomer hears that asks for what is not there.
     pub(super) fn no(&self, reason: Reason, detail: &str) -> No {
         self.lock().no(reason, detail)
     }
 
-    /// The results of the step after `commits` final ones; earlier ones, and the state, are forgotten.
+    /// The results of the step after `commits` final ones; earlier ones, and the state, are not kept for it any more.
     pub(super) fn results(&self, asker: Asker, commits: u64) -> Result<(Results, Vec<Made>), No> {
         let mut inner = self.lock();
-        if inner.asker != Some(asker) {
+        inner.forget_state(asker);
+        let Some(served) = inner.askers.get_mut(&asker) else {
             return Err(inner.no(Reason::TooLate, "nothing is kept for this newcomer"));
-        }
-        inner.forget_state();
-        while inner.journal.front().is_some_and(|first| first.commits < commits) {
-            if let Some(first) = inner.journal.pop_front() {
-                inner.journal_bytes -= first.bytes();
-            }
-        }
+        };
+        (served.next, served.heard) = (commits, Instant::now());
+        inner.forget_results();
         if commits >= inner.commits {
             return Err(inner.no(Reason::NotYet, "that step is not final"));
         }
         let now = inner.commits;
-        match inner.journal.front() {
-            Some(Entry { commits: step, epoch, members: Some(members), made }) if *step == commits => {
+        match inner.journal.iter().find(|entry| entry.commits == commits) {
+            Some(Entry { epoch, members: Some(members), made, .. }) => {
                 let updates = made.len() as u32;
                 Ok((
                     Results { epoch: *epoch, members: members.clone(), commits: now, updates },
@@ -319,34 +361,51 @@ impl Holder {
     /// The newcomer is gone, or needs nothing more.
     pub(super) fn release(&self, asker: Asker) {
         let mut inner = self.lock();
-        if inner.asker == Some(asker) {
-            inner.forget();
-            self.settle(&inner);
-        }
+        inner.forget(asker);
+        self.settle(&inner);
     }
 
     /// The group is closed: nobody waits any more.
     pub(crate) fn close(&self) {
         let mut inner = self.lock();
         inner.closed = true;
-        inner.forget();
+        let all: Vec<Asker> = inner.askers.keys().copied().collect();
+        all.into_iter().for_each(|asker| inner.forget(asker));
         self.settle(&inner);
         self.changed.notify_all();
     }
 }
 
 impl Inner {
-    fn forget(&mut self) {
-        self.asker = None;
-        self.forget_state();
-        self.journal.clear();
-        self.journal_bytes = 0;
+    /// Newcomers that wait for a state, and for which.
+    fn waiting(&self) -> impl Iterator<Item = (Asker, Wish)> {
+        let waits = |(asker, served): (&Asker, &Served)| Some((*asker, served.wish.filter(|_| served.kept.is_none())?));
+        self.askers.iter().filter_map(waits)
     }
 
-    fn forget_state(&mut self) {
-        self.wish = None;
-        if let Some(Ok(share)) = self.kept.take() {
+    fn forget(&mut self, asker: Asker) {
+        self.forget_state(asker);
+        self.askers.remove(&asker);
+        self.forget_results();
+    }
+
+    fn forget_state(&mut self, asker: Asker) {
+        let Some(served) = self.askers.get_mut(&asker) else { return };
+        served.wish = None;
+        let Some(Ok(share)) = served.kept.take() else { return };
+        let is_it = |kept: &Result<Arc<Share>, Refusal>| kept.as_ref().is_ok_and(|other| Arc::ptr_eq(other, &share));
+        if !self.askers.values().filter_map(|served| served.kept.as_ref()).any(is_it) {
             share.give_up();
+        }
+    }
+
+    /// Results for which nobody can ask any more are kept no longer.
+    fn forget_results(&mut self) {
+        let first = self.askers.values().map(|served| served.next).min().unwrap_or(u64::MAX);
+        while self.journal.front().is_some_and(|entry| entry.commits < first) {
+            if let Some(entry) = self.journal.pop_front() {
+                self.journal_bytes -= entry.bytes();
+            }
         }
     }
 
@@ -354,24 +413,41 @@ impl Inner {
         No { reason, commits: self.commits, detail: detail.to_owned() }
     }
 
-    /// Room for the share that was asked for, and what is to be copied to it.
-    fn begin_share<'a>(&mut self, commits: u64, state: &'a dyn State) -> Result<Option<Copying<'a>>, Fault> {
-        let Some(Wish { commits: wanted, seat, holders }) = self.wish else { return Ok(None) };
-        if wanted < commits {
-            // It was asked for too late: who asked has to name a later step.
-            self.forget();
-            return Ok(None);
-        }
+    /// Room for the shares that were asked for, and what is to be copied to them. Who wants the same gets the same.
+    fn begin_shares<'a>(&mut self, commits: u64, state: &'a dyn State) -> Result<Option<Copying<'a>>, Fault> {
         let parts = state.parts();
-        let share = Share::new(parts_of(&parts)?, seat, holders).map(Arc::new);
-        self.kept = Some(share.clone());
-        match share {
-            Ok(share) => Ok(Some(Copying { share, parts })),
-            Err(why) => {
-                tracing::warn!(why, "the state cannot be kept for a newcomer");
-                Ok(None)
+        let described = parts_of(&parts)?;
+        let mut shares = Vec::new();
+        for (asker, wish) in self.waiting().filter(|(_, wish)| wish.commits <= commits).collect::<Vec<_>>() {
+            if wish.commits < commits {
+                // It was asked for too late: who asked has to name a later step.
+                self.forget(asker);
+                continue;
+            }
+            let same = self
+                .askers
+                .values()
+                .filter(|served| served.wish == Some(wish))
+                .find_map(|served| served.kept.as_ref().and_then(|kept| kept.as_ref().ok()).map(Arc::clone));
+            let kept = match same {
+                Some(share) => Ok(share),
+                None => Share::new(described.clone(), wish.seat, wish.holders).map(Arc::new).map_err(|why| {
+                    tracing::warn!(why, "the state cannot be kept for a newcomer");
+                    // With others through there may be room.
+                    let others = self.askers.values().any(|served| matches!(served.kept, Some(Ok(_))));
+                    Refusal { reason: if others { Reason::Busy } else { Reason::Never }, why }
+                }),
+            };
+            if let Ok(share) = &kept
+                && share.begin()
+            {
+                shares.push(Arc::clone(share));
+            }
+            if let Some(served) = self.askers.get_mut(&asker) {
+                served.kept = Some(kept);
             }
         }
+        Ok((!shares.is_empty()).then_some(Copying { shares, parts }))
     }
 }
 

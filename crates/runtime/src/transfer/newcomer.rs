@@ -27,8 +27,9 @@ use crate::types::{TensorSpec, Transfer};
 const DIAL_MAX: Duration = Duration::from_secs(5);
 /// A member from which nothing comes for so long is not asked any more.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
-/// How long to wait before everything is tried again.
+/// How long to wait before everything is tried again, and how much longer than the rank before.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
+const AGAIN_APART: Duration = Duration::from_millis(13);
 /// Most steps ahead for which the members are asked to keep their state.
 const AHEAD_MAX: u64 = 64;
 /// How often it is looked whether the next step is final.
@@ -129,7 +130,8 @@ impl Newcomer<'_> {
             };
             tracing::info!(why, "the job's state could not be had: again");
             self.last = Some(why);
-            std::thread::sleep(AGAIN_AFTER);
+            // Two that were in each other's way do not come back together.
+            std::thread::sleep(AGAIN_AFTER + AGAIN_APART * (self.params.rank.0 % 8));
         }
     }
 
@@ -275,9 +277,7 @@ impl Newcomer<'_> {
                 rest = behind;
             }
         }
-        let Some(pieces) = fetch(sources, targets)? else {
-            return Err(Attempt::Again("too many members stopped giving their state".to_owned()));
-        };
+        let pieces = fetch(sources, targets)?.map_err(|(rank, trouble)| attempt(rank, trouble))?;
         let read = |stream: &mut FrameStream| decode(body(stream, Given::Sums)?, Sums::decode);
         let sums = ask_all(sources, |_| Ask::Sums, read)?;
         // What a member that is lost by now has given was what it kept.
@@ -426,24 +426,27 @@ fn decode<T>(bytes: Vec<u8>, decode: fn(&[u8]) -> Result<T, gradwire_proto::wire
 
 /// All answers, or why to try again.
 fn all<T>(sources: &[Source], answers: Vec<Result<T, Trouble>>) -> Result<Vec<T>, Attempt> {
-    let named = |(source, answer): (&Source, Result<T, Trouble>)| {
-        answer.map_err(|trouble| match trouble {
-            Trouble::No(No { reason: Reason::Never, detail, .. }) => {
-                Attempt::Never(Fault::new(FaultKind::System, detail).at(source.rank))
-            }
-            Trouble::No(No { reason: Reason::TooLate, detail, .. }) => {
-                Attempt::Missed(format!("{}: {detail}", source.rank))
-            }
-            trouble => Attempt::Again(describe(source.rank, &trouble)),
-        })
-    };
+    let named =
+        |(source, answer): (&Source, Result<T, Trouble>)| answer.map_err(|trouble| attempt(source.rank, trouble));
     sources.iter().zip(answers).map(named).collect()
+}
+
+/// What becomes of an attempt that meets this.
+fn attempt(rank: Rank, trouble: Trouble) -> Attempt {
+    match trouble {
+        Trouble::No(No { reason: Reason::Never, detail, .. }) => {
+            Attempt::Never(Fault::new(FaultKind::System, detail).at(rank))
+        }
+        Trouble::No(No { reason: Reason::TooLate, detail, .. }) => Attempt::Missed(format!("{rank}: {detail}")),
+        trouble => Attempt::Again(describe(rank, &trouble)),
+    }
 }
 
 fn describe(rank: Rank, trouble: &Trouble) -> String {
     match trouble {
         Trouble::Lost(error) => format!("{rank}: {error}"),
         Trouble::No(no) => format!("{rank}: {}", no.detail),
+        Trouble::Stopped => format!("{rank}: it was not asked any more"),
     }
 }
 

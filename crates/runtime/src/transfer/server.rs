@@ -12,6 +12,7 @@ use gradwire_transport::establish::StateStream;
 use super::holder::{Asker, Holder, Made};
 use super::share::Share;
 use super::stream::FrameStream;
+use crate::system;
 
 /// A newcomer that takes nothing, or asks nothing, for so long is given up.
 const IDLE_MAX: Duration = Duration::from_secs(30);
@@ -21,7 +22,9 @@ const WAIT_EVERY: Duration = Duration::from_millis(500);
 /// Serves until the newcomer ends the stream, or is given up.
 pub(super) fn serve(stream: StateStream, job: JobTag, holder: &Arc<Holder>, asker: Asker) {
     let stream = FrameStream::new(stream, job, None);
-    let mut server = Server { stream, holder, asker, share: None, piece: Vec::new() };
+    let mut server = Server { stream, holder, asker, share: None };
+    // The trainer's threads come first.
+    system::yield_to_others();
     let ended = server.stream.stream.set_timeout(IDLE_MAX).and_then(|()| server.run());
     holder.release(asker);
     if let Err(error) = ended
@@ -36,13 +39,14 @@ struct Server<'a> {
     holder: &'a Arc<Holder>,
     asker: Asker,
     share: Option<Arc<Share>>,
-    piece: Vec<u8>,
 }
 
 impl Server<'_> {
     fn run(&mut self) -> io::Result<()> {
         loop {
-            match self.stream.read_ask()? {
+            let ask = self.stream.read_ask()?;
+            self.holder.hear(self.asker);
+            match ask {
                 Ask::Outline => self.stream.give(Given::Outline, &self.holder.outline().encode())?,
                 Ask::Snapshot { commits, seat, holders } => self.snapshot(commits, seat, holders)?,
                 Ask::Piece(piece) => self.piece(piece)?,
@@ -64,7 +68,10 @@ impl Server<'_> {
         loop {
             match ask(self) {
                 Ok(Some(found)) => return Ok(Some(found)),
-                Ok(None) => self.stream.give(Given::Wait, &[])?,
+                Ok(None) => {
+                    self.stream.give(Given::Wait, &[])?;
+                    self.holder.hear(self.asker);
+                }
                 Err(no) => return self.refuse(&no).map(|()| None),
             }
         }
@@ -88,15 +95,12 @@ impl Server<'_> {
     }
 
     fn piece(&mut self, piece: u32) -> io::Result<()> {
-        let crc = self.await_it(|server| {
+        let found = self.await_it(|server| {
             let share = server.kept()?;
-            let read = share.read(piece, &mut server.piece, WAIT_EVERY);
-            read.map_err(|why| server.holder.no(Reason::TooLate, &why))
+            let found = share.piece(piece, WAIT_EVERY).map_err(|why| server.holder.no(Reason::TooLate, &why))?;
+            Ok(found.map(|copied| (share, copied)))
         })?;
-        match crc {
-            Some(crc) => self.stream.give_checked(Given::Piece, &self.piece, crc),
-            None => Ok(()),
-        }
+        found.map_or(Ok(()), |(share, copied)| self.stream.give_piece(share.file(), copied))
     }
 
     fn sums(&mut self) -> io::Result<()> {

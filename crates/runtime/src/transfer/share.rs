@@ -1,4 +1,4 @@
-//! A member's share of a state, copied for a newcomer while the trainer goes on with its step.
+//! A member's share of a state, copied for newcomers while the trainer goes on with its step.
 
 use std::fs::File;
 use std::io;
@@ -9,22 +9,24 @@ use std::time::{Duration, Instant};
 
 use gradwire_codec::crc32;
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{COPIES, Sums, keeps, pieces};
+use gradwire_proto::transfer::{Sums, checks, keeps, pieces};
 use gradwire_transport::available_memory;
 use rustix::fs::MemfdFlags;
 
 use crate::state::StateTensor;
 
 /// What is kept: an anonymous memory file. It is written to, not mapped: whole pages need neither be zeroed nor be
-/// faulted in one by one then, which takes more time than copying.
+/// faulted in one by one then, which takes more time than copying. And what was written once is sent from where it is.
 #[derive(Debug)]
 pub(super) struct Share {
     pub(super) parts: Vec<SavedPart>,
-    /// Ascending; of one after the other in the file.
+    /// Ascending.
     pieces: Vec<Piece>,
     file: File,
     progress: Mutex<Progress>,
     changed: Condvar,
+    /// Somebody copies it.
+    begun: AtomicBool,
     /// Nobody needs it any more.
     given_up: AtomicBool,
 }
@@ -35,19 +37,26 @@ struct Piece {
     part: usize,
     start: usize,
     bytes: usize,
-    /// Its place in the file.
-    at: u64,
-    /// This member is the first to keep it, so that the newcomer asks for it soon.
-    first: bool,
+    /// Its place in the file; none where only its checksum is wanted.
+    at: Option<u64>,
 }
 
 #[derive(Debug)]
 struct Progress {
-    /// Of each piece, once it is copied.
+    /// Of each piece, once it is done.
     sums: Vec<Option<u32>>,
     left: usize,
     /// No more is copied.
     ended: Option<String>,
+}
+
+/// A piece that is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Copied {
+    /// Its place in the file.
+    pub(super) at: u64,
+    pub(super) bytes: usize,
+    pub(super) crc: u32,
 }
 
 impl Share {
@@ -58,7 +67,7 @@ impl Share {
     pub(super) fn new(parts: Vec<SavedPart>, seat: u32, holders: u32) -> Result<Self, String> {
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         // To within a few pieces.
-        let needed = lengths.iter().sum::<u64>() / u64::from(holders) * u64::from(COPIES.min(holders));
+        let needed = lengths.iter().sum::<u64>() / u64::from(holders);
         if let Some(available) = available_memory()
             && needed > available
         {
@@ -67,20 +76,35 @@ impl Share {
             ));
         }
         let layout = pieces(&lengths).ok_or("the state is too large")?;
-        let (mut kept, mut at) = (Vec::new(), 0);
-        for (index, (part, range)) in (0..).zip(layout).filter(|(index, _)| keeps(*index, seat, holders)) {
+        let (mut wanted, mut end) = (Vec::new(), 0);
+        for (index, (part, range)) in (0..).zip(layout) {
+            let kept = keeps(index, seat, holders);
+            if !kept && !checks(index, seat, holders) {
+                continue;
+            }
             let bytes = range.end - range.start;
+            let at = kept.then_some(end);
+            end += if kept { bytes } else { 0 };
             // It fits: the part is in memory.
-            let (start, bytes_here) = (range.start as usize, bytes as usize);
-            let first = index % holders == seat;
-            kept.push(Piece { index, part: part as usize, start, bytes: bytes_here, at, first });
-            at += bytes;
+            let (start, bytes) = (range.start as usize, bytes as usize);
+            wanted.push(Piece { index, part: part as usize, start, bytes, at });
         }
         let file = rustix::fs::memfd_create("gradwire-state", MemfdFlags::CLOEXEC)
             .map_err(|error| format!("no memory file could be had for the state: {error}"))?;
-        let progress = Progress { sums: vec![None; kept.len()], left: kept.len(), ended: None };
-        let (changed, given_up) = (Condvar::new(), AtomicBool::new(false));
-        Ok(Self { parts, pieces: kept, file: file.into(), progress: Mutex::new(progress), changed, given_up })
+        let progress = Progress { sums: vec![None; wanted.len()], left: wanted.len(), ended: None };
+        let (file, progress, changed) = (file.into(), Mutex::new(progress), Condvar::new());
+        let (begun, given_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { parts, pieces: wanted, file, progress, changed, begun, given_up })
+    }
+
+    /// Takes it on: true for the first who does.
+    pub(super) fn begin(&self) -> bool {
+        !self.begun.swap(true, Ordering::AcqRel)
+    }
+
+    /// Where [`Copied::at`] is.
+    pub(super) const fn file(&self) -> &File {
+        &self.file
     }
 
     /// Waits until `found` finds something, for so long. Nothing if it does not.
@@ -102,25 +126,22 @@ impl Share {
         }
     }
 
-    /// Reads a piece into `bytes`, waiting for it for so long; returns its CRC-32. Nothing if it is not copied yet.
+    /// A piece, waiting for it for so long. Nothing if it is not copied yet.
     ///
     /// # Errors
     /// Why it is not kept here.
-    pub(super) fn read(&self, index: u32, bytes: &mut Vec<u8>, patience: Duration) -> Result<Option<u32>, String> {
-        let found = self.pieces.binary_search_by_key(&index, |piece| piece.index);
-        let nth = found.map_err(|_| "this piece is not kept here".to_owned())?;
-        let Some(crc) = self.wait(patience, |progress| progress.sums[nth])? else { return Ok(None) };
-        let piece = &self.pieces[nth];
-        bytes.resize(piece.bytes, 0);
-        let read = self.file.read_exact_at(bytes, piece.at);
-        read.map_err(|error| format!("a piece could not be read again: {error}"))?;
-        Ok(Some(crc))
+    pub(super) fn piece(&self, index: u32, patience: Duration) -> Result<Option<Copied>, String> {
+        let found = self.pieces.binary_search_by_key(&index, |piece| piece.index).ok();
+        let kept = found.and_then(|nth| Some((nth, self.pieces[nth].at?)));
+        let (nth, at) = kept.ok_or("this piece is not kept here")?;
+        let crc = self.wait(patience, |progress| progress.sums[nth])?;
+        Ok(crc.map(|crc| Copied { at, bytes: self.pieces[nth].bytes, crc }))
     }
 
-    /// The checksums of all pieces, waiting for them for so long. Nothing if not all are copied yet.
+    /// The checksums of all pieces, waiting for them for so long. Nothing if not all are there yet.
     ///
     /// # Errors
-    /// Why not all are kept.
+    /// Why not all are.
     pub(super) fn sums(&self, patience: Duration) -> Result<Option<Sums>, String> {
         let sums = |progress: &Progress| {
             let of = |(piece, sum): (&Piece, &Option<u32>)| Some((piece.index, (*sum)?));
@@ -139,11 +160,13 @@ impl Share {
         self.changed.notify_all();
     }
 
-    /// Copies one piece.
-    fn copy(&self, nth: usize, parts: &[StateTensor<'_>]) -> io::Result<()> {
+    /// Copies one piece, or takes its checksum.
+    fn take(&self, nth: usize, parts: &[StateTensor<'_>]) -> io::Result<()> {
         let piece = &self.pieces[nth];
         let bytes = &parts[piece.part].bytes[piece.start..piece.start + piece.bytes];
-        self.file.write_all_at(bytes, piece.at)?;
+        if let Some(at) = piece.at {
+            self.file.write_all_at(bytes, at)?;
+        }
         // Just copied, it is still in the cache.
         let crc = crc32(bytes);
         let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
@@ -152,29 +175,33 @@ impl Share {
         self.changed.notify_all();
         Ok(())
     }
+
+    /// Does all that has to be done before the trainer's state changes.
+    fn take_all(&self, parts: &[StateTensor<'_>]) {
+        let (kept, checked): (Vec<usize>, Vec<usize>) =
+            (0..self.pieces.len()).partition(|nth| self.pieces[*nth].at.is_some());
+        for nth in kept.into_iter().chain(checked) {
+            if self.given_up.load(Ordering::Acquire) {
+                return self.end("the newcomer did not need it any more".to_owned());
+            }
+            if let Err(error) = self.take(nth, parts) {
+                tracing::warn!(%error, "the state cannot be kept for a newcomer");
+                return self.end(format!("the state could not be kept: {error}"));
+            }
+        }
+    }
 }
 
-/// A share that is to be copied from the trainer's state, before that changes.
+/// Shares that are to be copied from the trainer's state, before that changes.
 pub(crate) struct Copying<'a> {
-    pub(super) share: Arc<Share>,
+    pub(super) shares: Vec<Arc<Share>>,
     pub(super) parts: Vec<StateTensor<'a>>,
 }
 
 impl Copying<'_> {
-    /// Copies the share. Takes as long as that takes, and waits for nobody.
+    /// Copies them. Takes as long as that takes, and waits for nobody.
     pub(crate) fn run(&self) {
-        let Self { share, parts } = self;
-        let pieces = || share.pieces.iter().enumerate();
-        let order = pieces().filter(|(_, piece)| piece.first).chain(pieces().filter(|(_, piece)| !piece.first));
-        for (nth, _) in order {
-            if share.given_up.load(Ordering::Acquire) {
-                return share.end("the newcomer did not need it any more".to_owned());
-            }
-            if let Err(error) = share.copy(nth, parts) {
-                tracing::warn!(%error, "the state cannot be kept for a newcomer");
-                return share.end(format!("the state could not be kept: {error}"));
-            }
-        }
+        self.shares.iter().for_each(|share| share.take_all(&self.parts));
     }
 }
 
@@ -196,21 +223,33 @@ mod tests {
         let memory: Vec<u8> = (0..3 * PIECE_BYTES + 77).map(|at| (at / 3) as u8).collect();
         let (a, b) = memory.split_at(PIECE_BYTES as usize + 5);
         let parts = vec![StateTensor { name: "part 0", bytes: a }, StateTensor { name: "part 1", bytes: b }];
-        for (seat, holders, expected) in [(0, 1, vec![0, 1, 2, 3, 4]), (1, 3, vec![0, 1, 3, 4]), (2, 3, vec![1, 2, 4])]
-        {
+        for (seat, holders, kept, checked) in [
+            (0, 1, vec![0, 1, 2, 3, 4], vec![]),
+            (1, 3, vec![1, 4], vec![0, 3]),
+            (2, 3, vec![2], vec![1, 4]),
+            (0, 3, vec![0, 3], vec![2]),
+        ] {
             let share = share(&[a.len() as u64, b.len() as u64], seat, holders);
-            let mut bytes = Vec::new();
-            assert_eq!(share.read(expected[0], &mut bytes, NOW), Ok(None), "not copied yet");
+            assert_eq!(share.piece(kept[0], NOW), Ok(None), "not copied yet");
             assert_eq!(share.sums(NOW), Ok(None));
-            Copying { share: Arc::clone(&share), parts: parts.clone() }.run();
+            Copying { shares: vec![Arc::clone(&share)], parts: parts.clone() }.run();
             let sums = share.sums(NOW).expect("nothing failed").expect("all is copied");
+            let mut expected = [kept.clone(), checked].concat();
+            expected.sort_unstable();
             assert_eq!(sums.0.iter().map(|(piece, _)| *piece).collect::<Vec<_>>(), expected);
             for (piece, sum) in sums.0 {
                 let lengths = [a.len() as u64, b.len() as u64];
                 let (part, range) = pieces(&lengths).expect("few")[piece as usize].clone();
-                assert_eq!(share.read(piece, &mut bytes, NOW), Ok(Some(sum)));
-                assert_eq!(bytes, parts[part as usize].bytes[range.start as usize..range.end as usize]);
-                assert_eq!(crc32(&bytes), sum);
+                let there = &parts[part as usize].bytes[range.start as usize..range.end as usize];
+                assert_eq!(crc32(there), sum);
+                if !kept.contains(&piece) {
+                    assert!(share.piece(piece, NOW).is_err_and(|why| why.contains("not kept here")));
+                    continue;
+                }
+                let Copied { at, bytes, crc } = share.piece(piece, NOW).expect("it is kept").expect("it is copied");
+                let mut read = vec![0; bytes];
+                share.file().read_exact_at(&mut read, at).expect("it can be read");
+                assert!(read == there && crc == sum);
             }
         }
     }
@@ -219,12 +258,11 @@ mod tests {
     fn what_is_not_kept_is_refused_and_waiting_for_what_is_given_up_ends() {
         let memory = [7; 100];
         let share = share(&[100], 0, 1);
-        let mut bytes = Vec::new();
-        assert!(share.read(1, &mut bytes, NOW).is_err_and(|why| why.contains("not kept here")));
+        assert!(share.piece(1, NOW).is_err_and(|why| why.contains("not kept here")));
         share.give_up();
-        Copying { share: Arc::clone(&share), parts: vec![StateTensor { name: "part 0", bytes: &memory }] }.run();
-        assert!(share.read(0, &mut bytes, Duration::from_secs(60)).is_err());
-        assert!(share.sums(Duration::from_secs(60)).is_err());
+        Copying { shares: vec![Arc::clone(&share)], parts: vec![StateTensor { name: "part 0", bytes: &memory }] }.run();
+        share.piece(0, Duration::from_secs(60)).unwrap_err();
+        share.sums(Duration::from_secs(60)).unwrap_err();
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Frames on a stream that blocks.
 
+use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::Instant;
 
@@ -9,6 +10,8 @@ use gradwire_proto::limits::FRAME_HEADER_BYTES;
 use gradwire_proto::transfer::{ANSWER_BYTES_MAX, Ask, Given, No, PIECE_BYTES};
 use gradwire_proto::{BucketId, Epoch, UnitIndex};
 use gradwire_transport::establish::StateStream;
+
+use super::share::Copied;
 
 /// One side of a stream over which state is given away.
 pub(super) struct FrameStream {
@@ -54,23 +57,25 @@ impl FrameStream {
         Ok(())
     }
 
-    /// Gives an answer of one frame, whose body has this CRC-32.
-    pub(super) fn give_checked(&mut self, given: Given, body: &[u8], crc: u32) -> io::Result<()> {
+    /// Gives a piece, which is in this file.
+    pub(super) fn give_piece(&mut self, file: &File, Copied { at, bytes, crc }: Copied) -> io::Result<()> {
         let mut header = FrameHeader::new(FrameKind::Give, Epoch(0));
-        (header.unit_count, header.bucket) = (1, BucketId(given as u32));
-        self.send_checked(header, body, crc)
+        (header.unit_count, header.bucket) = (1, BucketId(Given::Piece as u32));
+        let head = self.seal(header, bytes, crc);
+        self.stream.write_file(&head, file, at, bytes)
     }
 
     /// Sends a frame with this header, whose length and checksum are set here.
     pub(super) fn send(&mut self, header: FrameHeader, body: &[u8]) -> io::Result<()> {
-        self.send_checked(header, body, crc32(body))
+        let head = self.seal(header, body.len(), crc32(body));
+        self.stream.write_all(&head)?;
+        self.stream.write_all(body)
     }
 
-    fn send_checked(&mut self, mut header: FrameHeader, body: &[u8], crc: u32) -> io::Result<()> {
-        (header.payload_len, header.payload_crc) = (body.len() as u32, crc);
+    fn seal(&self, mut header: FrameHeader, bytes: usize, crc: u32) -> [u8; FRAME_HEADER_BYTES] {
+        (header.payload_len, header.payload_crc) = (bytes as u32, crc);
         header.flags |= FLAG_CHECKED;
-        self.stream.write_all(&header.encode(&self.job))?;
-        self.stream.write_all(body)
+        header.encode(&self.job)
     }
 
     /// The next answer, which must be this one or a refusal.

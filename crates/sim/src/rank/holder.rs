@@ -1,12 +1,12 @@
-//! What a member keeps for a process that joins, and gives to it: its share of the state at one step, and the results of
-//! later steps. What `crates/runtime/src/transfer/{holder,server}.rs` are in the product, without their threads.
+//! What a member keeps for processes that join, and gives to them: for each its share of the state at one step, and the
+//! results of later steps. What `crates/runtime/src/transfer/{holder,server}.rs` are in the product, without their threads.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use gradwire_codec::crc32;
 use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, keeps, pieces};
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, checks, keeps, pieces};
 use gradwire_proto::{BucketId, DType, Epoch, Fault, Rank, RegionKey, TensorId, UnitIndex};
 
 use super::state::TrainerState;
@@ -19,6 +19,10 @@ use crate::report::ProcessId;
 const IDLE_MAX: Nanos = 30 * SECOND;
 /// How often a newcomer that waits is told that it has to.
 const WAIT_EVERY: Nanos = 500 * MS;
+/// Most newcomers for which something is kept.
+const ASKERS_MAX: usize = 8;
+/// Where there are so many, one that has asked nothing for so long makes room for another one.
+const STALLED_AFTER: Nanos = 3 * SECOND;
 
 /// Names a stream over which a newcomer asks.
 pub(super) type Asker = (ProcessId, u32);
@@ -33,14 +37,23 @@ pub(super) struct Holder {
     pub(super) resting: bool,
     too_few: Option<Fault>,
     /// Whom it all is kept for.
-    asker: Option<Asker>,
-    wish: Option<Wish>,
-    kept: Option<Kept>,
+    askers: BTreeMap<Asker, For>,
     journal: VecDeque<Entry>,
     streams: BTreeMap<Asker, Served>,
     closed: bool,
     /// Of a planted bug: the state, whatever step is asked for.
     pub(super) as_is: Option<TrainerState>,
+}
+
+/// What is kept for one newcomer.
+#[derive(Debug)]
+struct For {
+    /// The state that it asked for, until it has it.
+    wish: Option<Wish>,
+    kept: Option<Kept>,
+    /// It may ask for the results of the step after so many final ones, and of all later ones.
+    next: u64,
+    heard: Nanos,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +68,7 @@ struct Wish {
 struct Kept {
     snapshot: Snapshot,
     pieces: BTreeMap<u32, Vec<u8>>,
+    sums: Sums,
 }
 
 /// The results of a step, as far as this rank reduced them.
@@ -103,7 +117,7 @@ impl Holder {
 
     /// Whether results are to be handed to [`Holder::keep`].
     pub(super) fn journals(&self) -> bool {
-        self.asker.is_some()
+        !self.askers.is_empty()
     }
 
     /// How many steps' results are kept.
@@ -113,7 +127,7 @@ impl Holder {
 
     /// Keeps a unit that this rank reduced in the step after `commits` final ones.
     pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, made: Made) {
-        if self.asker.is_none() {
+        if self.askers.is_empty() {
             return;
         }
         if let Some(last) = self.journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
@@ -132,7 +146,7 @@ impl Holder {
     /// A step is final: so many are now, and these were its contributors.
     pub(super) fn commit(&mut self, commits: u64, epoch: Epoch, members: &[Rank]) {
         self.commits = commits;
-        if self.asker.is_none() {
+        if self.askers.is_empty() {
             return;
         }
         let step = commits - 1;
@@ -158,25 +172,17 @@ impl Holder {
     pub(super) fn offer(&mut self, commits: u64, state: &TrainerState) {
         self.offered = commits + 1;
         self.resting = self.too_few.is_some() && !self.closed;
-        match self.wish {
-            Some(wish) if wish.commits == commits && self.kept.is_none() => self.take_snapshot(wish, state),
-            // It was asked for too late: who asked has to name a later step.
-            Some(wish) if wish.commits < commits && self.kept.is_none() => self.forget(),
-            _ => {}
-        }
-    }
-
-    fn take_snapshot(&mut self, Wish { seat, holders, .. }: Wish, state: &TrainerState) {
-        let parts = state.described();
-        let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
-        let mut kept = Kept { snapshot: Snapshot { parts }, pieces: BTreeMap::new() };
-        for (piece, (part, range)) in (0..).zip(pieces(&lengths).unwrap_or_default()) {
-            if keeps(piece, seat, holders) {
-                let bytes = state.parts[part as usize][range.start as usize..range.end as usize].to_vec();
-                kept.pieces.insert(piece, bytes);
+        for asker in self.askers.keys().copied().collect::<Vec<_>>() {
+            let Some(of) = self.askers.get_mut(&asker) else { continue };
+            match of.wish.filter(|_| of.kept.is_none()) {
+                Some(wish) if wish.commits == commits => of.kept = Some(Kept::of(wish, state)),
+                // It was asked for too late: who asked has to name a later step.
+                Some(wish) if wish.commits < commits => self.forget(asker),
+                // It does not come to that step before newcomers are there.
+                Some(_) if self.resting => self.forget(asker),
+                _ => {}
             }
         }
-        self.kept = Some(kept);
     }
 
     fn outline(&self) -> Outline {
@@ -184,9 +190,27 @@ impl Holder {
         Outline { first_step: 0, commits: *commits, resting: *resting, declared: declared.clone() }
     }
 
-    fn forget(&mut self) {
-        (self.asker, self.wish, self.kept) = (None, None, None);
-        self.journal.clear();
+    fn forget(&mut self, asker: Asker) {
+        self.askers.remove(&asker);
+        self.forget_results();
+    }
+
+    /// Results for which nobody can ask any more are kept no longer.
+    fn forget_results(&mut self) {
+        let first = self.askers.values().map(|of| of.next).min().unwrap_or(u64::MAX);
+        while self.journal.front().is_some_and(|entry| entry.commits < first) {
+            self.journal.pop_front();
+        }
+    }
+
+    /// Room for what a newcomer asks for, if there is some or can be made.
+    fn has_room(&mut self, asker: Asker, now: Nanos) -> bool {
+        if self.askers.contains_key(&asker) || self.askers.len() < ASKERS_MAX {
+            return true;
+        }
+        let stalled = self.askers.iter().min_by_key(|(_, of)| of.heard);
+        let stalled = stalled.filter(|(_, of)| now > of.heard + STALLED_AFTER).map(|(asker, _)| *asker);
+        stalled.inspect(|asker| self.forget(*asker)).is_some()
     }
 
     fn no(&self, reason: Reason, detail: &str) -> No {
@@ -200,20 +224,19 @@ impl Holder {
         };
         let served = Served { idle_at: context.now + IDLE_MAX, wait_at: None };
         self.streams.insert(asker, served);
+        self.hear(asker, context.now);
         match ask {
             Ask::Outline => give(context, asker, Given::Outline, &self.outline().encode()),
             Ask::Snapshot { commits, seat, holders } => {
-                if self.asker.is_some_and(|other| other != asker) {
-                    let no = self.no(Reason::Busy, "another rank is joining");
+                if !self.has_room(asker, context.now) {
+                    let no = self.no(Reason::Busy, "many ranks are joining");
                     return give(context, asker, Given::No, &no.encode());
                 }
-                self.forget();
-                self.asker = Some(asker);
                 let wish = Wish { commits, seat, holders };
-                self.wish = Some(wish);
-                if let Some(state) = self.as_is.take() {
-                    self.take_snapshot(wish, &state);
-                }
+                let kept = self.as_is.take().map(|state| Kept::of(wish, &state));
+                let of = For { wish: Some(wish), kept, next: commits, heard: context.now };
+                self.askers.insert(asker, of);
+                self.forget_results();
                 self.streams.insert(asker, Served { wait_at: Some(context.now + WAIT_EVERY), ..served });
             }
             Ask::Piece(piece) => match self.piece(asker, piece) {
@@ -224,14 +247,10 @@ impl Holder {
                 }
             },
             Ask::Results(commits) => {
-                self.forget_state(asker);
                 self.give_results(context, asker, commits);
             }
-            Ask::Sums => match self.kept.as_ref().filter(|_| self.asker == Some(asker)) {
-                Some(kept) => {
-                    let sums = kept.pieces.iter().map(|(piece, bytes)| (*piece, crc32(bytes))).collect();
-                    give(context, asker, Given::Sums, &Sums(sums).encode());
-                }
+            Ask::Sums => match self.kept(asker) {
+                Some(kept) => give(context, asker, Given::Sums, &kept.sums.encode()),
                 None => {
                     let no = self.no(Reason::TooLate, "no state is kept for this newcomer");
                     give(context, asker, Given::No, &no.encode());
@@ -240,28 +259,29 @@ impl Holder {
         }
     }
 
-    fn piece(&self, asker: Asker, piece: u32) -> Option<Vec<u8>> {
-        self.kept.as_ref().filter(|_| self.asker == Some(asker))?.pieces.get(&piece).cloned()
-    }
-
-    /// The newcomer has all of it.
-    fn forget_state(&mut self, asker: Asker) {
-        if self.asker == Some(asker) {
-            (self.wish, self.kept) = (None, None);
+    fn hear(&mut self, asker: Asker, now: Nanos) {
+        if let Some(of) = self.askers.get_mut(&asker) {
+            of.heard = now;
         }
     }
 
-    /// The results of the step after `commits` final ones; earlier ones are forgotten.
+    fn kept(&self, asker: Asker) -> Option<&Kept> {
+        self.askers.get(&asker)?.kept.as_ref()
+    }
+
+    fn piece(&self, asker: Asker, piece: u32) -> Option<Vec<u8>> {
+        self.kept(asker)?.pieces.get(&piece).cloned()
+    }
+
+    /// The results of the step after `commits` final ones; earlier ones are not kept for it any more.
     fn give_results(&mut self, context: &mut Context<'_>, asker: Asker, commits: u64) {
-        let no = if self.asker != Some(asker) {
-            self.no(Reason::TooLate, "nothing is kept for this newcomer")
-        } else {
-            while self.journal.front().is_some_and(|first| first.commits < commits) {
-                self.journal.pop_front();
-            }
-            match self.journal.front() {
+        let no = if let Some(of) = self.askers.get_mut(&asker) {
+            // The newcomer has the state.
+            (of.wish, of.kept, of.next) = (None, None, commits);
+            self.forget_results();
+            match self.journal.iter().find(|entry| entry.commits == commits) {
                 _ if commits >= self.commits => self.no(Reason::NotYet, "that step is not final"),
-                Some(Entry { commits: step, epoch, members: Some(members), made }) if *step == commits => {
+                Some(Entry { epoch, members: Some(members), made, .. }) => {
                     let (epoch, updates) = (*epoch, made.len() as u32);
                     let results = Results { epoch, members: members.clone(), commits: self.commits, updates };
                     give(context, asker, Given::Results, &results.encode());
@@ -270,6 +290,8 @@ impl Holder {
                 }
                 _ => self.no(Reason::TooLate, "the results of that step are not kept any more"),
             }
+        } else {
+            self.no(Reason::TooLate, "nothing is kept for this newcomer")
         };
         give(context, asker, Given::No, &no.encode());
     }
@@ -285,10 +307,10 @@ impl Holder {
         let waiting: Vec<Asker> =
             self.streams.iter().filter(|(_, served)| served.wait_at.is_some()).map(|(asker, _)| *asker).collect();
         for asker in waiting {
-            let answer = if self.asker != Some(asker) {
-                Some((Given::No, self.no(Reason::TooLate, "the state of that step has passed").encode()))
-            } else {
-                self.kept.as_ref().map(|kept| (Given::Snapshot, kept.snapshot.encode()))
+            self.hear(asker, context.now);
+            let answer = match self.askers.get(&asker) {
+                Some(of) => of.kept.as_ref().map(|kept| (Given::Snapshot, kept.snapshot.encode())),
+                None => Some((Given::No, self.no(Reason::TooLate, "the state of that step has passed").encode())),
             };
             let Some(served) = self.streams.get_mut(&asker) else { continue };
             if let Some((given, body)) = answer {
@@ -314,9 +336,7 @@ impl Holder {
     /// The newcomer is gone, or needs nothing more.
     pub(super) fn release(&mut self, asker: Asker) {
         self.streams.remove(&asker);
-        if self.asker == Some(asker) {
-            self.forget();
-        }
+        self.forget(asker);
     }
 
     /// A process is gone, and its streams with it.
@@ -330,7 +350,24 @@ impl Holder {
         self.closed = true;
         let all: Vec<Asker> = self.streams.keys().copied().collect();
         all.into_iter().for_each(|asker| self.end(context, asker));
-        self.forget();
+    }
+}
+
+impl Kept {
+    fn of(Wish { seat, holders, .. }: Wish, state: &TrainerState) -> Self {
+        let parts = state.described();
+        let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
+        let mut kept = Self { snapshot: Snapshot { parts }, pieces: BTreeMap::new(), sums: Sums::default() };
+        for (piece, (part, range)) in (0..).zip(pieces(&lengths).unwrap_or_default()) {
+            let bytes = &state.parts[part as usize][range.start as usize..range.end as usize];
+            if keeps(piece, seat, holders) {
+                kept.pieces.insert(piece, bytes.to_vec());
+            }
+            if keeps(piece, seat, holders) || checks(piece, seat, holders) {
+                kept.sums.0.push((piece, crc32(bytes)));
+            }
+        }
+        kept
     }
 }
 

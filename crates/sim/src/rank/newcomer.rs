@@ -22,8 +22,9 @@ use fetch::Fetch;
 
 /// A member from which nothing comes for so long is not asked any more.
 const SILENCE_MAX: Nanos = 5 * SECOND;
-/// How long to wait before everything is tried again.
+/// How long to wait before everything is tried again, and how much longer than the rank before.
 const AGAIN_AFTER: Nanos = 100 * MS;
+const AGAIN_APART: Nanos = 13 * MS;
 /// How often it is looked whether the next step is final.
 const FOLLOW_EVERY: Nanos = 2 * MS;
 /// How long all members have to be gone until nobody is looked for any more.
@@ -209,7 +210,8 @@ impl Newcomer {
                 }
                 Err(Trouble::Again(why)) => {
                     self.end_streams(context);
-                    self.stage = Stage::Resting(context.now + AGAIN_AFTER);
+                    let pause = AGAIN_AFTER + AGAIN_APART * Nanos::from(self.me.place % 8);
+                    self.stage = Stage::Resting(context.now + pause);
                     self.last = why;
                     return Ok(false);
                 }

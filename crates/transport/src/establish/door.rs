@@ -1,7 +1,5 @@
 //! A running job's door: who joins it comes in here, for the state first and then as a member.
 
-use std::io::{self, Read, Write};
-use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
@@ -9,11 +7,11 @@ use gradwire_proto::hello::{HelloParams, Purpose};
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::{Fault, FaultKind, Rank};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use socket2::Socket;
 
 use super::accept::{Accepted, Acceptor};
 use super::arrival::{Arrival, unusable};
 use super::dial::{Dial, Dialled, routes};
+use super::state::StateStream;
 use crate::mesh::Choice;
 
 /// How often a dial looks whether it may go on, at least.
@@ -34,10 +32,6 @@ pub enum Caller {
     /// A process that wants the state.
     State(Rank, StateStream),
 }
-
-/// A stream over which state is given away: blocks, with time-outs.
-#[derive(Debug)]
-pub struct StateStream(Socket);
 
 impl Door {
     pub(crate) const fn new(acceptor: Acceptor, choice: Choice) -> Self {
@@ -125,53 +119,5 @@ pub fn dial_state(
         dial.watch(&mut fds);
         let timeout = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
         let _ = rustix::event::poll(&mut fds, Some(&timeout));
-    }
-}
-
-impl StateStream {
-    fn over(socket: Socket) -> io::Result<Self> {
-        socket.set_nonblocking(false)?;
-        // Of no use, and not possible, on Unix sockets.
-        let _ = socket.set_tcp_nodelay(true);
-        Ok(Self(socket))
-    }
-
-    /// How long reading and writing may wait for the other side.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
-        self.0.set_read_timeout(Some(timeout))?;
-        self.0.set_write_timeout(Some(timeout))
-    }
-
-    /// Another handle on the same stream: e.g. to end it from another thread.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        self.0.try_clone().map(Self)
-    }
-
-    /// Ends the stream in both directions: whoever waits on it wakes up.
-    pub fn end(&self) {
-        let _ = self.0.shutdown(Shutdown::Both);
-    }
-}
-
-impl Read for StateStream {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.0.read(bytes)
-    }
-}
-
-impl Write for StateStream {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // Whoever writes to a peer that is gone gets an error, not a signal.
-        self.0.send_with_flags(bytes, libc::MSG_NOSIGNAL)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }

@@ -11,6 +11,8 @@ mod arrival;
 pub(crate) mod dial;
 mod door;
 pub(crate) mod hello;
+mod state;
+mod sys;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -20,7 +22,8 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 pub use arrival::Arrival;
 pub(crate) use arrival::Way;
-pub use door::{Caller, Door, StateStream, dial_state};
+pub use door::{Caller, Door, dial_state};
+pub use state::StateStream;
 
 /// Connections that the kernel keeps for us while we are busy.
 const BACKLOG: i32 = 1024;

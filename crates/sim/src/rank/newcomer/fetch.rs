@@ -95,7 +95,7 @@ impl Fetch {
         }
     }
 
-    /// What a process was asked for another one gives.
+    /// What only this process keeps cannot be had any more.
     pub(super) fn lose(&mut self, process: ProcessId) {
         for (_, asked) in self.holders.iter_mut().filter(|(holder, _)| *holder == process) {
             self.todo.extend(asked.take().into_iter().flatten());
