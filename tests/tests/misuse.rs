@@ -67,6 +67,18 @@ fn a_group_that_is_closed_or_dropped_in_the_middle_of_a_step_waits_for_it_and_le
 }
 
 #[test]
+fn a_broadcast_whose_root_is_gone_is_refused_and_nobody_gets_anothers_data() {
+    for recovery in RECOVERIES {
+        let ended = run(recovery, "lost-root");
+        for rank in [&ended[0], &ended[2]] {
+            let said = rank.verdict();
+            let words = if recovery == "fail" { "left the job" } else { "its root, rank 1, is no member any more" };
+            assert!(said.starts_with("fault RankLeft rank=1") && said.contains(words), "{recovery}: {ended:#?}");
+        }
+    }
+}
+
+#[test]
 fn commits_and_operations_that_do_not_match_are_an_error_on_every_rank() {
     for (recovery, how) in [
         ("fail", "commit-twice"),

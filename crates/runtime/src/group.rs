@@ -243,7 +243,8 @@ impl Group {
     ///
     /// # Errors
     /// `TensorBusy` while the tensor has an operation in flight, `InvalidArgument` for a buffer that is not from
-    /// [`Group::buffer`] of this tensor. Why the job failed comes from [`Handle::wait`].
+    /// [`Group::buffer`] of this tensor. Why the job failed comes from [`Handle::wait`]; so does `RankLeft` for a broadcast
+    /// whose root is no member any more.
     pub fn submit(&self, tensor: &Tensor, data: Buffer) -> Result<Handle, OpError> {
         self.start(tensor, None, data, false)
     }

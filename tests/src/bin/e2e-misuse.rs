@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use gradwire::{
-    Builder, DType, Fault, FaultKind, Group, Joined, State, StateTensor, StateTensorMut, StepResults, Tensor,
-    TensorSpec, Trainer,
+    Builder, Collective, DType, Fault, FaultKind, Group, Joined, Rank, State, StateTensor, StateTensorMut, StepResults,
+    Tensor, TensorSpec, Trainer,
 };
 
 /// Fused, and large enough to travel as it is.
@@ -53,7 +53,11 @@ impl Trainer for Model {
 
 fn train(how: &str, steps: u64) -> Result<String, Fault> {
     let mut model = Model { weights: vec![0; 100_000], steps: 0, short: how == "short" };
-    let specs = SIZES.map(|size| TensorSpec::new(format!("t{size}"), &[size], DType::F32));
+    let mut specs = SIZES.map(|size| TensorSpec::new(format!("t{size}"), &[size], DType::F32)).to_vec();
+    if how == "lost-root" {
+        let cast = TensorSpec::new("cast", &[50_000], DType::F32);
+        specs.push(cast.collective(Collective::Broadcast { root: Rank(1) }));
+    }
     let Joined { group, tensors, step, .. } = Builder::from_env()?.join(&specs, &mut model)?;
     println!("joined at {}", step.0);
     model.steps = step.0;
@@ -66,7 +70,7 @@ fn train(how: &str, steps: u64) -> Result<String, Fault> {
         open.offer_state(&model)?;
         let now = std::mem::take(&mut wrong) && model.steps == WRONG_STEP;
         let done = match (how, now) {
-            ("close" | "drop", true) => return end_in_the_middle(group.take(), &tensors, how),
+            ("close" | "drop" | "lost-root", true) => return end_in_the_middle(group.take(), &tensors, how),
             ("commit-twice", true) => exchange(open, &tensors).and_then(|()| commit(open)).and_then(|()| commit(open)),
             ("skip-commit", true) => exchange(open, &tensors),
             ("post-while-committing", true) => post_while_committing(open, &tensors),
@@ -104,12 +108,15 @@ fn exchange(group: &Group, tensors: &[Tensor]) -> Result<(), Fault> {
     let mut handles = Vec::new();
     for tensor in tensors {
         let mut data = group.buffer(tensor)?;
-        data.as_mut_slice::<f32>().fill(1.0);
+        let value = if tensor.name() == "cast" { 100.0 + group.rank().0 as f32 } else { 1.0 };
+        data.as_mut_slice::<f32>().fill(value);
         handles.push(group.submit(tensor, data)?);
     }
-    for handle in handles {
-        let sum = handle.wait()?.output.as_slice::<f32>()[0];
-        assert!(sum >= 1.0 && sum.fract() == 0.0, "a sum of ones is {sum}");
+    for (handle, tensor) in handles.into_iter().zip(tensors) {
+        let result = handle.wait()?.output.as_slice::<f32>()[0];
+        // Who goes in the middle of a step contributes what was in its buffers: results of the step before.
+        let expected = if tensor.name() == "cast" { result == 101.0 } else { result >= 1.0 && result.fract() == 0.0 };
+        assert!(expected, "{} came to {result}", tensor.name());
     }
     Ok(())
 }

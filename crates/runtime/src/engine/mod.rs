@@ -23,7 +23,7 @@ use gradwire_proto::frame::{FrameHeader, JobTag};
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::membership::{FIRST_EPOCH, RecordId};
 use gradwire_proto::session::{Event, Rejected, Session, SessionConfig, Wish};
-use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, TensorId};
+use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId};
 use gradwire_transport::{Buffer, Capabilities, Transport};
 
 use crate::handle::{OpResult, TensorShared};
@@ -280,6 +280,14 @@ impl Engine {
             return Err(
                 Fault::new(FaultKind::TensorBusy, detail).tensor(self.session.plan().tensor(tensor).name.clone())
             );
+        }
+        let plan = self.session.plan();
+        if let Collective::Broadcast { root } = plan.bucket(plan.tensor(tensor).bucket).collective
+            && !self.session.members().contains(&root)
+        {
+            // Another member's data in place of the root's would be what nobody asked for.
+            let detail = format!("its root, {root}, is no member any more: declare a tensor whose root is one");
+            return Err(Fault::new(FaultKind::RankLeft, detail).tensor(plan.tensor(tensor).name.clone()).at(root));
         }
         input.into_iter().chain([output]).try_for_each(|buffer| self.register(tensor, buffer))
     }
