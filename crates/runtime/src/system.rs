@@ -44,6 +44,13 @@ fn no_thread(error: &io::Error) -> Fault {
     Fault::new(FaultKind::System, detail)
 }
 
+/// Lets other threads go first where there are not cores enough. For threads that do nothing else: there is no way back.
+pub(crate) fn yield_to_others() {
+    // Of the calling thread: on Linux niceness is each thread's own.
+    let nice = rustix::process::getpriority_process(None).unwrap_or(0);
+    let _ = rustix::process::setpriority_process(None, nice + NICER);
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use std::cell::Cell;
@@ -52,11 +59,4 @@ pub(crate) mod tests {
         /// This thread gets no more scoped threads.
         pub(crate) static REFUSES: Cell<bool> = const { Cell::new(false) };
     }
-}
-
-/// Lets other threads go first where there are not cores enough. For threads that do nothing else: there is no way back.
-pub(crate) fn yield_to_others() {
-    // Of the calling thread: on Linux niceness is each thread's own.
-    let nice = rustix::process::getpriority_process(None).unwrap_or(0);
-    let _ = rustix::process::setpriority_process(None, nice + NICER);
 }

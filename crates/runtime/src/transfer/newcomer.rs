@@ -253,7 +253,7 @@ impl Newcomer<'_> {
     /// Gets the state as it is when so many steps are final.
     fn take_state(
         &self,
-        sources: &mut Vec<Source>,
+        sources: &mut [Source],
         commits: u64,
         parts: &[SavedPart],
         trainer: &mut dyn Trainer,
