@@ -112,7 +112,7 @@ impl Session {
     }
 
     /// Whether this rank owns a unit of the tensor that cannot be reduced for want of this peer's contribution.
-    fn lacks_contribution(&self, tensor: TensorId, peer: Rank) -> bool {
+    pub(super) fn lacks_contribution(&self, tensor: TensorId, peer: Rank) -> bool {
         let plan = self.plan.tensor(tensor);
         let state = &self.buckets[plan.bucket.index()];
         let step = self.tensors[tensor.index()].step;

@@ -411,6 +411,10 @@ impl Session {
             let tensor = &self.tensors[plan.tensor.index()];
             !tensor.active || tensor.step != step || tensor.acks.get(peer.index())
         };
+        // Where it is to go comes with the peer's own part, which a link that came up again may bring after this.
+        if !settled && self.lacks_contribution(plan.tensor, peer) {
+            return Ok(false);
+        }
         if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
             self.counters.resent += 1;
         }

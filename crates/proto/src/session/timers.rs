@@ -55,7 +55,8 @@ impl Session {
             let fault = self.uncommitted();
             self.fail(fault);
         }
-        if let Some(fault) = self.declaring.as_ref().filter(|round| now >= round.deadline).map(|_| self.undeclared()) {
+        if self.declaring.as_ref().is_some_and(|round| now >= round.deadline) {
+            let fault = self.unsynced().unwrap_or_else(|| self.undeclared());
             self.fail(fault);
         }
     }
