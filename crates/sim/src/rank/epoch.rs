@@ -72,6 +72,10 @@ impl Exchange {
             view.members.iter().map(|member| member.id).filter(|id| self.view.member(*id).is_none()).collect();
         let only_adds = self.view.members.iter().all(|member| view.member(member.id).is_some());
         if only_adds && !self.may_grow() && !self.session.is_awaited_in(view.epoch) {
+            // Nobody is waited for yet.
+            if let Some((_, until)) = &mut self.epochs.pending {
+                *until = context.now + ARRIVAL_MAX;
+            }
             return false;
         }
         let absent = view.members.iter().filter(|member| fresh.contains(&member.id));
