@@ -407,12 +407,13 @@ impl Session {
             return Ok(false);
         }
         // Once acknowledged, the data may be the caller's again.
-        let settled = self.plan.bucket(plan.bucket).acked && {
+        let acked = self.plan.bucket(plan.bucket).acked;
+        let settled = acked && {
             let tensor = &self.tensors[plan.tensor.index()];
             !tensor.active || tensor.step != step || tensor.acks.get(peer.index())
         };
-        // Where it is to go comes with the peer's own part, which a link that came up again may bring after this.
-        if !settled && self.lacks_contribution(plan.tensor, peer) {
+        // Where it is to go comes with the peer's own part. What needs no contributions is there before that.
+        if acked && !settled && self.lacks_contribution(plan.tensor, peer) {
             return Ok(false);
         }
         if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
