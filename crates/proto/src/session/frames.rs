@@ -414,6 +414,8 @@ impl Session {
         };
         // Where it is to go comes with the peer's own part. What needs no contributions is there before that.
         if acked && !settled && self.lacks_contribution(plan.tensor, peer) {
+            let (bucket, unit_first, unit_count) = (plan.bucket, unit, 1);
+            self.say(Outgoing::NackRun { peer, bucket, unit_first, unit_count, step, results: false });
             return Ok(false);
         }
         if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
