@@ -145,11 +145,11 @@ fn a_second_process_of_a_rank_hears_that_it_lives_and_keeps_nobody_from_joining(
 #[test]
 fn a_newcomer_that_is_slower_than_the_others_hears_that_it_is() {
     let plan = plan(2, "auto");
-    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "30", "3000"]);
+    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "30", "60000"]);
     let mut job = Job::start((0..2).map(command));
     job.wait_for_line(0, "step 5 ");
     let mut slow = command(2);
-    slow.env("E2E_APPLY_MS", "100").env("GRADWIRE_DEADLINE_MS", "1000");
+    slow.env("E2E_APPLY_MS", "1500").env("GRADWIRE_DEADLINE_MS", "1000");
     let slow = job.add(slow);
     let ended = job.wait();
     let said = ended[slow].verdict();
