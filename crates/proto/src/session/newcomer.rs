@@ -85,11 +85,12 @@ impl Session {
     pub(super) fn rest(&mut self) {
         let detail = self.too_few();
         let aborted = !self.touched.is_empty() || self.committing.is_some();
+        let fault = Fault::new(FaultKind::StepAborted, format!("{detail}: repeat the step from its beginning"));
+        // First, for a caller whose operations end begins the step again at once.
+        self.events.push_back(Event::Resting { fault, aborted });
         if aborted {
             self.abort_step(&detail);
         }
-        let fault = Fault::new(FaultKind::StepAborted, format!("{detail}: repeat the step from its beginning"));
-        self.events.push_back(Event::Resting { fault, aborted });
         // As in an epoch that begins: what is posted waits for the next.
         (self.syncing, self.suspended) = (true, true);
     }

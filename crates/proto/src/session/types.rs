@@ -163,7 +163,7 @@ pub enum Event {
     Resting {
         /// To tell the caller, whose next step is repeated from its beginning as one that was aborted is.
         fault: Fault,
-        /// [`Event::Aborted`] told it already.
+        /// [`Event::Aborted`] follows, and tells it.
         aborted: bool,
     },
     /// The operation on this tensor was done in this step, and is done again: its contribution is needed again, and
