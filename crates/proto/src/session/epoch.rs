@@ -347,7 +347,12 @@ impl Session {
             state.landings.push(state.sync.as_ref().map_or(Location::default(), |sync| sync.landing));
             state.rounds_ready = rounds;
         }
+        // How the last step ended to those who are furthest, and how this one does if it ends now.
+        let reached = syncs.iter().find(|sync| sync.commits == commits).map_or(Next::GoOn, |sync| sync.outcome);
+        let agreed = self.outcome(syncs.iter().map(|sync| sync.wish));
         if own.newcomer {
+            let ends = self.newcomer.as_ref().is_some_and(|told| told.commits > commits);
+            self.outcome = if ends { agreed } else { reached };
             self.take_over(rounds, now);
             return;
         }
@@ -362,8 +367,7 @@ impl Session {
             self.rounds_taken = self.rounds;
         }
         if own.commits < commits || syncs.iter().all(|sync| sync.commits == commits && sync.has_all) {
-            let ahead = syncs.iter().find(|sync| sync.commits > own.commits).map(|sync| sync.outcome);
-            self.conclude(ahead.unwrap_or_else(|| self.outcome(syncs.iter().map(|sync| sync.wish))));
+            self.conclude(if own.commits < commits { reached } else { agreed });
             self.pass();
             self.events.push_back(Event::Committed { commits: self.commits });
         }

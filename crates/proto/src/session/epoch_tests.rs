@@ -440,6 +440,54 @@ fn sizes() -> impl Strategy<Value = Vec<u64>> {
     prop::collection::vec(prop_oneof![Just(0), Just(3), 1u64..30_000, 100_000u64..400_000], 1..4)
 }
 
+/// Loses ranks and lets others join, and checks what holds then. `losses`: after how many steps of the world which rank is
+/// lost, and whether it was only stopped. `joins`: after which of them, and how many steps later, a process joins, with the
+/// lost one's rank or a new one.
+fn lose_and_join(mut world: World, losses: &[(usize, usize, bool)], joins: &[(usize, usize, bool)]) {
+    let mut left = world.nodes.len();
+    for (nth, (after, rank, stopped)) in losses.iter().copied().enumerate() {
+        let rank = rank % world.nodes.len();
+        for _ in 0..after {
+            world.step();
+        }
+        if left == 1 || world.nodes[rank].state != State::Runs {
+            continue;
+        }
+        left -= 1;
+        world.nodes[rank].state = if stopped { State::Stopped } else { State::Dead };
+        // What it sent last may be lost with it, from some point on.
+        if !stopped {
+            for to in 0..world.nodes.len() {
+                let kept = world.random(4);
+                world.links[rank][to].truncate(kept);
+            }
+        }
+        world.remove(rank);
+        for (_, later, again) in joins.iter().filter(|(loss, ..)| *loss == nth) {
+            for _ in 0..*later {
+                world.step();
+            }
+            let free = *again && world.nodes[rank].state == State::Dead;
+            world.add(if free { rank } else { world.nodes.len() });
+            left += 1;
+        }
+    }
+    world.finish();
+    // Those that were stopped wake up, find what was sent to them before, and change nothing.
+    for node in world.nodes.iter_mut().filter(|node| node.state == State::Stopped) {
+        node.state = State::Runs;
+    }
+    world.finish();
+    world.check();
+}
+
+/// Found by the property below: to others that were behind, a newcomer was ahead, and what it did not know counted.
+#[test]
+fn a_newcomer_knows_how_the_step_before_it_ended() {
+    let world = World::new(5, &[212_993], Recovery::Abort, 10_921_235_707_180_264_112);
+    lose_and_join(world, &[(1454, 0, false), (438, 1, false), (47, 6, false)], &[(0, 31, false)]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -455,42 +503,7 @@ proptest! {
         redo in prop::bool::weighted(0.8),
     ) {
         let recovery = if redo { Recovery::Redo } else { Recovery::Abort };
-        let mut world = World::new(size, &sizes, recovery, seed);
-        let mut left = size as usize;
-        for (nth, (after, rank, stopped)) in losses.into_iter().enumerate() {
-            let rank = rank % world.nodes.len();
-            for _ in 0..after {
-                world.step();
-            }
-            if left == 1 || world.nodes[rank].state != State::Runs {
-                continue;
-            }
-            left -= 1;
-            world.nodes[rank].state = if stopped { State::Stopped } else { State::Dead };
-            // What it sent last may be lost with it, from some point on.
-            if !stopped {
-                for to in 0..world.nodes.len() {
-                    let kept = world.random(4);
-                    world.links[rank][to].truncate(kept);
-                }
-            }
-            world.remove(rank);
-            for (_, later, again) in joins.iter().filter(|(loss, ..)| *loss == nth) {
-                for _ in 0..*later {
-                    world.step();
-                }
-                let free = *again && world.nodes[rank].state == State::Dead;
-                world.add(if free { rank } else { world.nodes.len() });
-                left += 1;
-            }
-        }
-        world.finish();
-        // Those that were stopped wake up, find what was sent to them before, and change nothing.
-        for node in world.nodes.iter_mut().filter(|node| node.state == State::Stopped) {
-            node.state = State::Runs;
-        }
-        world.finish();
-        world.check();
+        lose_and_join(World::new(size, &sizes, recovery, seed), &losses, &joins);
     }
 }
 

@@ -28,7 +28,7 @@ pub(super) const STEPS_PER_MESSAGE: u32 = (MESSAGE_BODY_BYTES_MAX / STEP_BYTES) 
 #[derive(Debug, Default)]
 pub(super) struct Told {
     /// Steps that are final.
-    commits: u64,
+    pub(super) commits: u64,
     /// By tensor, as far as they are here.
     steps: Vec<Step>,
     by: Option<Rank>,
