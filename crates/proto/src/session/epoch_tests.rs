@@ -413,7 +413,8 @@ impl World {
         let failed = members.iter().any(|member| self.nodes[member.index()].fault.is_some());
         assert!(failed || !orphans, "nobody noticed");
         for (rank, node) in self.nodes.iter().enumerate() {
-            if orphans && members.contains(&Rank(rank as u32)) {
+            // So has one of them that noticed, and was lost after that.
+            if orphans && (members.contains(&Rank(rank as u32)) || node.first.is_none()) {
                 assert!(node.fault.as_ref().is_none_or(|fault| fault.kind == FaultKind::RankDied), "{:?}", node.fault);
                 continue;
             }
@@ -486,6 +487,13 @@ fn lose_and_join(mut world: World, losses: &[(usize, usize, bool)], joins: &[(us
 fn a_newcomer_knows_how_the_step_before_it_ended() {
     let world = World::new(5, &[212_993], Recovery::Abort, 10_921_235_707_180_264_112);
     lose_and_join(world, &[(1454, 0, false), (438, 1, false), (47, 6, false)], &[(0, 31, false)]);
+}
+
+/// Found by it too: newcomers among themselves, of whom one notices, and is lost after that.
+#[test]
+fn a_newcomer_that_noticed_that_nobody_knows_may_be_lost_before_the_others_notice() {
+    let world = World::new(2, &[0], Recovery::Abort, 68_300_451_922_995_794);
+    lose_and_join(world, &[(159, 0, true), (16, 5, false), (92, 3, false)], &[(0, 217, false), (0, 14, false)]);
 }
 
 proptest! {
