@@ -162,11 +162,7 @@ fn fetch_share(
                 stream.read_body(&header, &mut [])?;
                 continue;
             }
-            Some(Given::No) => {
-                let mut body = vec![0; header.payload_len as usize];
-                stream.read_body(&header, &mut body)?;
-                return Err(Trouble::No(No::decode(&body).map_err(|malformed| invalid(malformed.0))?));
-            }
+            Some(Given::No) => return Err(Trouble::No(stream.read_no(&header)?)),
             _ => return Err(invalid("another answer than a piece").into()),
         }
         stream.read_body(&header, bytes)?;

@@ -84,6 +84,9 @@ impl FrameStream {
         loop {
             let header = self.read_given()?;
             let given = Given::from_code(header.bucket.0);
+            if given == Some(Given::No) {
+                return self.read_no(&header).map(Answer::No);
+            }
             let length = header.payload_len as usize;
             if whole.len() + length > ANSWER_BYTES_MAX {
                 return Err(invalid("an answer that is larger than it may be"));
@@ -96,9 +99,6 @@ impl FrameStream {
                     return Err(io::Error::new(ErrorKind::TimedOut, "its state was not offered in time"));
                 }
                 Some(Given::Wait) => whole.truncate(at),
-                Some(Given::No) => {
-                    return No::decode(&whole[at..]).map(Answer::No).map_err(|malformed| invalid(malformed.0));
-                }
                 Some(given) if given == wanted => {
                     if header.unit_first.0 + 1 == header.unit_count {
                         return Ok(Answer::Body(whole));
@@ -107,6 +107,17 @@ impl FrameStream {
                 _ => return Err(invalid("another answer than what was asked for")),
             }
         }
+    }
+
+    /// The refusal that this header begins.
+    pub(super) fn read_no(&mut self, header: &FrameHeader) -> io::Result<No> {
+        let length = header.payload_len as usize;
+        if length > ANSWER_BYTES_MAX {
+            return Err(invalid("an answer that is larger than it may be"));
+        }
+        let mut body = vec![0; length];
+        self.read_body(header, &mut body)?;
+        No::decode(&body).map_err(|malformed| invalid(malformed.0))
     }
 
     /// The header of the next answer; its body has to be read next.
