@@ -276,7 +276,12 @@ impl Session {
     /// Whether an epoch was entered, and some member is not known to have followed and to know what becomes of the step.
     #[must_use]
     pub fn is_syncing(&self) -> bool {
-        self.syncing && !self.suspended || self.others().any(|peer| !self.peers[peer.index()].open)
+        self.is_undecided() || self.others().any(|peer| !self.peers[peer.index()].open)
+    }
+
+    /// Whether an epoch was entered, and it is not known what becomes of the step.
+    pub(super) const fn is_undecided(&self) -> bool {
+        self.syncing && !self.suspended
     }
 
     /// Whether this rank cannot do its part of what was posted on the tensor in this step again.
@@ -330,7 +335,7 @@ impl Session {
 
     /// Decides, once every member has said how far it is.
     pub(super) fn check_synced(&mut self, now: u64) {
-        let Some(own) = self.own_sync.clone().filter(|_| self.syncing && !self.suspended) else { return };
+        let Some(own) = self.own_sync.clone().filter(|_| self.is_undecided()) else { return };
         if !self.others().all(|peer| self.is_in_epoch(peer)) || self.is_orphaned() || !self.is_told() {
             return;
         }

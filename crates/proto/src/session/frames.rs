@@ -406,19 +406,20 @@ impl Session {
         if step >= state.expected(own) {
             return Ok(false);
         }
-        // Once acknowledged, the data may be the caller's again.
-        let acked = self.plan.bucket(plan.bucket).acked;
-        let settled = acked && {
+        if self.plan.bucket(plan.bucket).acked {
             let tensor = &self.tensors[plan.tensor.index()];
-            !tensor.active || tensor.step != step || tensor.acks.get(peer.index())
-        };
-        // Where it is to go comes with the peer's own part. What needs no contributions is there before that.
-        if acked && !settled && self.lacks_contribution(plan.tensor, peer) {
-            let (bucket, unit_first, unit_count) = (plan.bucket, unit, 1);
-            self.say(Outgoing::NackRun { peer, bucket, unit_first, unit_count, step, results: false });
-            return Ok(false);
+            if !tensor.active || tensor.step != step || tensor.acks.get(peer.index()) {
+                // Once acknowledged, the data may be the caller's again.
+                return Ok(true);
+            }
+            // Where it is to go comes with the peer's own part. What needs no contributions is there before that.
+            if self.lacks_contribution(plan.tensor, peer) {
+                let (bucket, unit_first, unit_count) = (plan.bucket, unit, 1);
+                self.say(Outgoing::NackRun { peer, bucket, unit_first, unit_count, step, results: false });
+                return Ok(false);
+            }
         }
-        if state.is_published(own, step) && !settled && self.mark_result(unit, peer) {
+        if state.is_published(own, step) && self.mark_result(unit, peer) {
             self.counters.resent += 1;
         }
         Ok(true)

@@ -88,7 +88,7 @@ pub struct Session {
     next: Next,
     /// An epoch was entered, and it is not known yet what becomes of the step.
     syncing: bool,
-    /// The step was given up here: nothing is exchanged until the next epoch.
+    /// It is known by now, but there are too few members: nothing is exchanged until the next epoch. Only while `syncing`.
     suspended: bool,
     /// Members that are gone since there were enough.
     gone: Vec<Rank>,

@@ -64,8 +64,7 @@ impl Session {
     /// Whether nothing of the next step has begun: an epoch that begins now has nothing to do again.
     #[must_use]
     pub const fn is_between_steps(&self) -> bool {
-        let decided = !self.syncing || self.suspended;
-        self.touched.is_empty() && self.committing.is_none() && decided && self.declaring.is_none()
+        self.touched.is_empty() && self.committing.is_none() && !self.is_undecided() && self.declaring.is_none()
     }
 
     /// Whether another member has entered this epoch, or a later one, already.
