@@ -38,7 +38,7 @@ impl Session {
     /// A session of a rank that joins a running job: in epoch `config.epoch` with these members, ascending, this rank
     /// among them, and with what was declared so far, by round. It begins as after [`Session::enter`].
     ///
-    /// Until [`Event::Synced`](super::Event::Synced) its failure is nobody else's affair.
+    /// Until [`Event::Synced`] its failure is nobody else's affair.
     #[must_use]
     pub fn newcomer(config: SessionConfig, members: &[Rank], declared: &[Vec<Declaration>]) -> Self {
         let epoch = config.epoch;
