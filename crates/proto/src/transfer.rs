@@ -27,9 +27,8 @@ pub const ANSWER_BYTES_MAX: usize = MANIFEST_BYTES_MAX * 2;
 pub enum Ask {
     /// What there is: [`Outline`].
     Outline,
-    /// To keep the state as it is when so many steps are final, with the results of all later steps; of the state those
-    /// pieces that `seat` of `holders` keeps ([`keeps`]), and the checksums of others ([`checks`]). Answered, when that step
-    /// has come, with [`Snapshot`]: the pieces are being copied then.
+    /// To keep the state as it is when so many steps are final, with the results of all later steps: of both what `seat` of
+    /// `holders` keeps ([`keeps`]). Answered, when that step has come, with [`Snapshot`]: the pieces are being copied then.
     Snapshot {
         /// Steps that are final.
         commits: u64,
@@ -40,10 +39,15 @@ pub enum Ask {
     },
     /// A piece of the state that is kept: answered when it has been copied.
     Piece(u32),
-    /// The results of the step after so many final ones: [`Results`], and then each of its updates. The state is not needed
-    /// any more.
-    Results(u64),
-    /// The checksums of all pieces that are kept or checked: answered with [`Sums`] when all is done.
+    /// The results of the step after so many final ones: [`Results`], and then each of its updates of units whose home is
+    /// this seat ([`home`]), which the member keeps. The state is not needed any more.
+    Results {
+        /// Steps that are final before it.
+        commits: u64,
+        /// The member's own seat, or that of the one before it, which is lost.
+        seat: u32,
+    },
+    /// The checksums of all pieces that are kept: answered with [`Sums`] when all is done.
     Sums,
 }
 
@@ -64,9 +68,10 @@ impl Ask {
                 out.push(3);
                 out.extend_from_slice(&piece.to_le_bytes());
             }
-            Self::Results(commits) => {
+            Self::Results { commits, seat } => {
                 out.push(4);
                 out.extend_from_slice(&commits.to_le_bytes());
+                out.extend_from_slice(&seat.to_le_bytes());
             }
             Self::Sums => out.push(5),
         }
@@ -83,7 +88,7 @@ impl Ask {
             1 => Self::Outline,
             2 => Self::Snapshot { commits: reader.u64()?, seat: reader.u32()?, holders: reader.u32()? },
             3 => Self::Piece(reader.u32()?),
-            4 => Self::Results(reader.u64()?),
+            4 => Self::Results { commits: reader.u64()?, seat: reader.u32()? },
             5 => Self::Sums,
             _ => return Err(Malformed("an unknown question")),
         };
@@ -97,16 +102,24 @@ impl Ask {
     }
 }
 
-/// Whether this holder keeps a piece: just one does.
+/// The seat, among this many members that are asked, that gives a piece of the state or a unit of results.
 #[must_use]
-pub const fn keeps(piece: u32, seat: u32, holders: u32) -> bool {
-    piece % holders == seat
+pub const fn home(index: u32, holders: u32) -> u32 {
+    index % holders
 }
 
-/// Whether this holder takes the checksum of a piece that another one keeps: so that states that differ show.
+/// The seat that keeps too what is at home at this one, and gives it where that is lost: so a newcomer goes on, and states
+/// that differ show. A lone holder has none.
 #[must_use]
-pub const fn checks(piece: u32, seat: u32, holders: u32) -> bool {
-    holders > 1 && (piece % holders + 1) % holders == seat
+pub const fn backup(seat: u32, holders: u32) -> Option<u32> {
+    if holders > 1 { Some((seat + 1) % holders) } else { None }
+}
+
+/// Whether this seat keeps a piece or a unit: its home does, and the backup of that.
+#[must_use]
+pub const fn keeps(index: u32, seat: u32, holders: u32) -> bool {
+    let home = home(index, holders);
+    home == seat || matches!(backup(home, holders), Some(backup) if backup == seat)
 }
 
 /// What an answer is: the bucket of its frames.
@@ -221,7 +234,7 @@ impl Snapshot {
     }
 }
 
-/// The pieces that a member keeps or checks, ascending, and the CRC-32 of each.
+/// The pieces that a member keeps, ascending, and the CRC-32 of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sums(pub Vec<(u32, u32)>);
 
@@ -259,7 +272,7 @@ impl Sums {
 pub struct Results {
     /// The epoch in which it was made.
     pub epoch: Epoch,
-    /// Who contributed: each of them has given the units that it reduced when all have answered.
+    /// Who contributed.
     pub members: Vec<Rank>,
     /// Steps that are final now.
     pub commits: u64,
@@ -413,7 +426,7 @@ mod tests {
     #[test]
     fn bodies_round_trip_and_reject_every_other_length() {
         let snapshot = Ask::Snapshot { commits: 1 << 40, seat: 2, holders: 3 };
-        for ask in [Ask::Outline, snapshot, Ask::Piece(9), Ask::Results(10), Ask::Sums] {
+        for ask in [Ask::Outline, snapshot, Ask::Piece(9), Ask::Results { commits: 10, seat: 2 }, Ask::Sums] {
             exact(&ask, &ask.encode(), Ask::decode);
         }
         exact(&outline(), &outline().encode(), Outline::decode);
@@ -432,13 +445,15 @@ mod tests {
     }
 
     #[test]
-    fn every_piece_is_kept_by_one_and_checked_by_another() {
+    fn whoever_is_lost_another_one_keeps_what_it_kept() {
         for holders in 1..7 {
             for piece in 0..20 {
                 let kept: Vec<u32> = (0..holders).filter(|seat| keeps(piece, *seat, holders)).collect();
-                let checked: Vec<u32> = (0..holders).filter(|seat| checks(piece, *seat, holders)).collect();
-                assert_eq!((kept.len(), checked.len()), (1, usize::from(holders > 1)), "{piece} of {holders}");
-                assert_ne!(kept, checked);
+                let mut expected: Vec<u32> =
+                    [Some(home(piece, holders)), backup(home(piece, holders), holders)].into_iter().flatten().collect();
+                expected.sort_unstable();
+                assert_eq!(kept, expected);
+                assert_eq!(kept.len(), 2.min(holders as usize), "{piece} of {holders}");
             }
         }
     }

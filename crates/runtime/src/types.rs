@@ -238,6 +238,8 @@ pub struct Transfer {
     pub took: Duration,
     /// How many members gave them.
     pub members: u32,
+    /// How many of these were lost meanwhile: others gave what they had not.
+    pub lost: u32,
 }
 
 /// What was counted since the group was made.

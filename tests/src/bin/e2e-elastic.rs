@@ -137,7 +137,8 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
     let joined = Builder::from_env()?.join(&specs, &mut model)?;
     println!("joined at {} over {} in {} ms", joined.step.0, joined.group.transport(), start.elapsed().as_millis());
     if let Some(transfer) = joined.transfer {
-        println!("fetched {} bytes from {} in {} us", transfer.bytes, transfer.members, transfer.took.as_micros());
+        let gradwire::Transfer { bytes, took, members, lost, .. } = transfer;
+        println!("fetched {bytes} bytes from {members} in {} us, {lost} lost", took.as_micros());
     }
     if joined.step.0 == 0 {
         model.fill_ballast();

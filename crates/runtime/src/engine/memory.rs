@@ -7,10 +7,12 @@ use std::sync::Arc;
 use gradwire_proto::bits::Bits;
 use gradwire_proto::frame::Location;
 use gradwire_proto::plan::Plan;
-use gradwire_proto::{BucketId, Epoch, Fault, Rank, Step, UnitIndex};
+use gradwire_proto::session::Session;
+use gradwire_proto::{BucketId, Collective, Epoch, Fault, Rank, Step, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
 
 use crate::retained::Retained;
+use crate::transfer::{Holder, Made};
 
 /// Alignment of buckets within staging and landing memory: a cache line.
 const ALIGNMENT: u64 = 64;
@@ -24,7 +26,9 @@ pub(super) struct Memory {
     /// Units reduced since the last commit.
     dirty: Bits,
     /// Where results are kept for ranks that ask for copies, if they are.
-    pub(super) retained: Option<Arc<Retained>>,
+    retained: Option<Arc<Retained>>,
+    /// Where they are kept for newcomers, in a job that takes them in.
+    holder: Option<Arc<Holder>>,
     /// The step that the next commit ends.
     pub(super) step: Step,
     epoch: Epoch,
@@ -58,11 +62,11 @@ pub(super) struct BucketMemory {
 }
 
 impl Memory {
-    pub(super) fn new(retained: Option<Arc<Retained>>, epoch: Epoch, step: Step) -> Self {
+    pub(super) fn new(retained: Option<Arc<Retained>>, holder: Option<Arc<Holder>>, epoch: Epoch, step: Step) -> Self {
         let (rounds, buckets, crcs) = (Vec::new(), Vec::new(), Vec::new());
         let (old_writes_in_flight, old_rounds) = (0, Vec::new());
         let dirty = Bits::default();
-        Self { rounds, buckets, crcs, dirty, retained, step, epoch, old_writes_in_flight, old_rounds }
+        Self { rounds, buckets, crcs, dirty, retained, holder, step, epoch, old_writes_in_flight, old_rounds }
     }
 
     /// Makes room for the layout of another epoch. What is there stays until nothing reads or writes it any more.
@@ -145,10 +149,24 @@ impl Memory {
         Ok(())
     }
 
-    /// Keeps a result for ranks that ask for copies, where that is wanted.
-    pub(super) fn retain(&self, unit: UnitIndex, wire: &[u8]) {
+    /// Whether results are to be handed to [`Memory::keep`].
+    pub(super) fn keeps(&self) -> bool {
+        self.retained.is_some() || self.holder.as_ref().is_some_and(|holder| holder.journals())
+    }
+
+    /// Keeps a result for ranks that ask for copies, and an allreduce's for newcomers, where that is wanted.
+    pub(super) fn keep(&self, session: &Session, unit: UnitIndex, wire: &[u8]) {
         if let Some(retained) = &self.retained {
             retained.keep(self.epoch, self.step, unit, wire);
+        }
+        if let Some(holder) = self.holder.as_ref().filter(|holder| holder.journals() && !wire.is_empty()) {
+            let planned = session.plan().unit(unit);
+            let bucket = session.plan().bucket(planned.bucket);
+            if bucket.collective == Collective::AllReduce {
+                let (tensor, at, elements) = (planned.tensor, planned.in_tensor, planned.elements);
+                let made = || Made { tensor, at, elements, wire: bucket.wire, bytes: wire.into() };
+                holder.keep(session.commits(), session.config().epoch, unit, made);
+            }
         }
     }
 

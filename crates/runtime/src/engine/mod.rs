@@ -134,7 +134,12 @@ impl Engine {
         let mut engine = Self {
             transport,
             session,
-            memory: Memory::new(config.retained, config.session.epoch, config.session.first_step),
+            memory: Memory::new(
+                config.retained,
+                config.holder.clone(),
+                config.session.epoch,
+                config.session.first_step,
+            ),
             slots: Vec::new(),
             capabilities,
             inbox: VecDeque::with_capacity(1024),

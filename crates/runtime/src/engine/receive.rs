@@ -261,13 +261,13 @@ fn place_result(
         };
         let nonfinite = match data {
             None if direct => {
-                memory.retain(UnitIndex(index), &output.bytes()[native]);
+                memory.keep(session, UnitIndex(index), &output.bytes()[native]);
                 header.flags & FLAG_NONFINITE != 0
             }
             Some(data) if direct => {
                 let data = &data[local(wire_range.start - run.start..wire_range.end - run.start, 0)];
                 output.bytes_mut()[native].copy_from_slice(data);
-                memory.retain(UnitIndex(index), data);
+                memory.keep(session, UnitIndex(index), data);
                 header.flags & FLAG_NONFINITE != 0
             }
             _ => {
@@ -278,7 +278,7 @@ fn place_result(
                         &memory.rounds[bucket.round].results.bytes()[local(wire_range, bucket.staged_at)]
                     }
                 };
-                memory.retain(UnitIndex(index), source);
+                memory.keep(session, UnitIndex(index), source);
                 unpack(wire, dtype, source, &mut output.bytes_mut()[native])?
             }
         };

@@ -7,7 +7,6 @@ use gradwire_transport::{Refused, Transport};
 
 use super::memory::{Memory, RoundMemory, local};
 use super::{Engine, Slot};
-use crate::transfer::Made;
 
 impl Engine {
     pub(super) fn work(&mut self, now: u64) -> usize {
@@ -35,7 +34,7 @@ impl Engine {
     /// staging memory. Returns whether the result has an infinity or a NaN; nothing, if the link to a peer whose
     /// contribution is read in place has ended.
     fn reduce(&mut self, unit: UnitIndex) -> Result<Option<bool>, Fault> {
-        let Self { session, memory, slots, transport, holder, .. } = self;
+        let Self { session, memory, slots, transport, .. } = self;
         let plan = session.plan();
         let unit_plan = plan.unit(unit);
         let bucket = plan.bucket(unit_plan.bucket);
@@ -79,18 +78,13 @@ impl Engine {
         let summary = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors)?.run(inputs, outputs)?;
         let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
         let crc = crc32(sent);
-        if let Some(holder) = holder.as_ref().filter(|holder| holder.journals() && !sent.is_empty()) {
-            let (tensor, at, elements) = (unit_plan.tensor, unit_plan.in_tensor, unit_plan.elements);
-            let made = Made { tensor, at, elements, wire: bucket.wire, bytes: sent.to_vec() };
-            holder.keep(session.commits(), session.config().epoch, made);
-        }
         memory.set_crc(unit, crc);
-        if memory.retained.is_some() {
+        if memory.keeps() {
             // Borrowed anew: results are a part of the memory.
             let staged = local(wire_start..wire_start + wire_len, memory.buckets[unit_plan.bucket.index()].staged_at);
             let results = &memory.rounds[memory.buckets[unit_plan.bucket.index()].round].results;
             let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
-            memory.retain(unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
+            memory.keep(session, unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
         }
         Ok(Some(summary.nonfinite))
     }
@@ -109,7 +103,7 @@ impl Engine {
             let nonfinite = has_nonfinite(bucket.dtype, data)?;
             let crc = crc32(data);
             memory.set_crc(unit, crc);
-            memory.retain(unit, data);
+            memory.keep(session, unit, data);
             return Ok(nonfinite);
         }
         let wire_start = bucket.wire_bytes(unit_plan.in_bucket);
@@ -122,7 +116,7 @@ impl Engine {
         let nonfinite = unpack(bucket.wire, bucket.dtype, packed, data)?;
         let crc = crc32(packed);
         memory.set_crc(unit, crc);
-        memory.retain(unit, &memory.rounds[round].results.bytes()[staged]);
+        memory.keep(session, unit, &memory.rounds[round].results.bytes()[staged]);
         Ok(nonfinite)
     }
 }

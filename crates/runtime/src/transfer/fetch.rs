@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use gradwire_proto::transfer::{Ask, Given, No, Sums};
+use gradwire_proto::transfer::{Ask, Given, No, Sums, backup, home};
+use gradwire_proto::wire::Malformed;
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::stream::{Answer, FrameStream, invalid};
@@ -16,6 +16,8 @@ const WINDOW: usize = 4;
 /// A member that gives its state away.
 pub(super) struct Source {
     pub(super) rank: Rank,
+    /// Its place among those that are asked.
+    pub(super) seat: u32,
     pub(super) stream: FrameStream,
 }
 
@@ -25,8 +27,15 @@ pub(super) enum Trouble {
     Lost(io::Error),
     /// It said no.
     No(No),
-    /// Nothing: it is not asked any more, because another one failed.
-    Stopped,
+}
+
+impl Trouble {
+    pub(super) fn describe(&self, rank: Rank) -> String {
+        match self {
+            Self::Lost(error) => format!("{rank}: {error}"),
+            Self::No(no) => format!("{rank}: {}", no.detail),
+        }
+    }
 }
 
 impl From<io::Error> for Trouble {
@@ -46,8 +55,8 @@ pub(super) fn ask_all<T: Send>(
 ) -> Result<Vec<Result<T, Trouble>>, Fault> {
     let (ask, read) = (&ask, &read);
     let panicked = || Err(Trouble::Lost(io::Error::other("the thread that reads panicked")));
-    at_once(sources.iter_mut().zip(0..), panicked, |(source, seat)| {
-        source.stream.ask(ask(seat))?;
+    at_once(sources.iter_mut(), panicked, |source| {
+        source.stream.ask(ask(source.seat))?;
         read(&mut source.stream)
     })
 }
@@ -79,6 +88,17 @@ pub(super) fn body(stream: &mut FrameStream, wanted: Given) -> Result<Vec<u8>, T
     }
 }
 
+pub(super) fn decode<T>(bytes: &[u8], decode: fn(&[u8]) -> Result<T, Malformed>) -> Result<T, Trouble> {
+    decode(bytes).map_err(|malformed| invalid(malformed.0).into())
+}
+
+/// Who gives what is at home at this seat: the member that has it, or where that is lost the one that keeps it too. Nothing
+/// if both are lost.
+pub(super) fn giver(sources: &[Source], seat: u32, holders: u32) -> Option<usize> {
+    let of = |seat: u32| sources.iter().position(|source| source.seat == seat);
+    of(seat).or_else(|| of(backup(seat, holders)?))
+}
+
 /// Of each piece: its CRC-32, and who gave it.
 pub(super) type Pieces = BTreeMap<u32, (u32, Rank)>;
 
@@ -104,71 +124,96 @@ pub(super) fn compare(pieces: &Pieces, kept: &[(Rank, Sums)], part_of: &dyn Fn(u
 /// One piece, and where it goes.
 pub(super) type Target<'a> = (u32, &'a mut [u8]);
 
-/// Gets every piece from the member that keeps it, from all members at once. Returns the CRC-32 of each, and who gave it;
-/// or who failed to give what it keeps: nobody else keeps that, nor would a member that is lost give what follows.
+/// What came of one member's share.
+struct Fetched<'a> {
+    /// Pieces that are here, and their checksums.
+    got: Vec<(u32, u32)>,
+    /// What went wrong before the rest was, if anything did.
+    trouble: Option<(Trouble, VecDeque<Target<'a>>)>,
+}
+
+/// Gets every piece from the member that is its home, from all members at once; from its backup where that is lost, which
+/// is no source any more then. Returns the CRC-32 of each, and who gave it; or who failed to give what nobody else keeps.
 ///
 /// # Errors
 /// `System` when there are no threads to be had.
 pub(super) fn fetch(
-    sources: &mut [Source],
+    sources: &mut Vec<Source>,
+    holders: u32,
     targets: Vec<Target<'_>>,
 ) -> Result<Result<Pieces, (Rank, Trouble)>, Fault> {
-    let holders = sources.len() as u32;
-    let mut shares: Vec<VecDeque<Target<'_>>> = (0..holders).map(|_| VecDeque::new()).collect();
-    for target in targets {
-        shares[(target.0 % holders) as usize].push_back(target);
-    }
-    let failed = AtomicBool::new(false);
-    let panicked = || Err(io::Error::other("the thread that reads panicked").into());
-    let got = at_once(sources.iter_mut().zip(shares), panicked, |(source, share)| {
-        // Where it shares cores with the members, their steps come first.
-        system::yield_to_others();
-        fetch_share(&mut source.stream, share, &failed).inspect_err(|_| failed.store(true, Ordering::Relaxed))
-    })?;
-    let (mut pieces, mut trouble) = (Pieces::new(), None);
-    for (source, got) in sources.iter().zip(got) {
-        match got {
-            Ok(got) => pieces.extend(got.into_iter().map(|(piece, crc)| (piece, (crc, source.rank)))),
-            // Whoever stopped because another one failed is not who is to be named.
-            Err(met) if trouble.is_none() || !matches!(met, Trouble::Stopped) => trouble = Some((source.rank, met)),
-            Err(_) => {}
+    let (mut pieces, mut last) = (Pieces::new(), None);
+    let mut left: VecDeque<Target<'_>> = targets.into();
+    while !left.is_empty() {
+        let mut shares: Vec<VecDeque<Target<'_>>> = sources.iter().map(|_| VecDeque::new()).collect();
+        for target in left.drain(..) {
+            let Some(nth) = giver(sources, home(target.0, holders), holders) else {
+                return Ok(Err(last.unwrap_or_else(|| (Rank(0), io::Error::other("nobody gives a piece").into()))));
+            };
+            shares[nth].push_back(target);
         }
+        let panicked = || Err(Fault::new(FaultKind::System, "the thread that reads panicked"));
+        let got = at_once(sources.iter_mut().zip(shares), panicked, |(source, share)| {
+            // Where it shares cores with the members, their steps come first.
+            system::yield_to_others();
+            Ok(fetch_share(&mut source.stream, share))
+        })?;
+        let mut lost = Vec::new();
+        for (source, fetched) in sources.iter().zip(got) {
+            let Fetched { got, trouble } = fetched?;
+            pieces.extend(got.into_iter().map(|(piece, crc)| (piece, (crc, source.rank))));
+            if let Some((met, rest)) = trouble {
+                tracing::info!(why = met.describe(source.rank), "a member gives its state no longer");
+                left.extend(rest);
+                lost.push(source.seat);
+                last = Some((source.rank, met));
+            }
+        }
+        sources.retain(|source| !lost.contains(&source.seat));
     }
-    Ok(trouble.map_or(Ok(pieces), Err))
+    Ok(Ok(pieces))
 }
 
-/// Gets what one member keeps.
-fn fetch_share(
-    stream: &mut FrameStream,
-    mut wanted: VecDeque<Target<'_>>,
-    failed: &AtomicBool,
-) -> Result<Vec<(u32, u32)>, Trouble> {
+/// Gets what one member is to give.
+fn fetch_share<'a>(stream: &mut FrameStream, mut wanted: VecDeque<Target<'a>>) -> Fetched<'a> {
     let (mut asked, mut got) = (VecDeque::new(), Vec::with_capacity(wanted.len()));
-    loop {
-        while asked.len() < WINDOW
-            && let Some(target) = wanted.pop_front()
-        {
-            stream.ask(Ask::Piece(target.0))?;
-            asked.push_back(target);
+    let met = loop {
+        match fetch_next(stream, &mut wanted, &mut asked) {
+            Ok(Some(piece)) => got.push(piece),
+            Ok(None) => break None,
+            Err(met) => break Some(met),
         }
-        let Some((piece, bytes)) = asked.front_mut() else { return Ok(got) };
-        if failed.load(Ordering::Relaxed) {
-            return Err(Trouble::Stopped);
-        }
+    };
+    asked.append(&mut wanted);
+    Fetched { got, trouble: met.map(|met| (met, asked)) }
+}
+
+/// Gets the next piece, and asks for further ones beforehand. Nothing if all are here.
+fn fetch_next<'a>(
+    stream: &mut FrameStream,
+    wanted: &mut VecDeque<Target<'a>>,
+    asked: &mut VecDeque<Target<'a>>,
+) -> Result<Option<(u32, u32)>, Trouble> {
+    while asked.len() < WINDOW
+        && let Some(target) = wanted.pop_front()
+    {
+        asked.push_back(target);
+        stream.ask(Ask::Piece(asked[asked.len() - 1].0))?;
+    }
+    let Some((piece, bytes)) = asked.front_mut() else { return Ok(None) };
+    let header = loop {
         let header = stream.read_given()?;
         match Given::from_code(header.bucket.0) {
-            Some(Given::Piece) => {}
-            Some(Given::Wait) => {
-                stream.read_body(&header, &mut [])?;
-                continue;
-            }
+            Some(Given::Piece) => break header,
+            Some(Given::Wait) => stream.read_body(&header, &mut [])?,
             Some(Given::No) => return Err(Trouble::No(stream.read_no(&header)?)),
             _ => return Err(invalid("another answer than a piece").into()),
         }
-        stream.read_body(&header, bytes)?;
-        got.push((*piece, header.payload_crc));
-        asked.pop_front();
-    }
+    };
+    stream.read_body(&header, bytes)?;
+    let got = (*piece, header.payload_crc);
+    asked.pop_front();
+    Ok(Some(got))
 }
 
 #[cfg(test)]

@@ -1,24 +1,23 @@
 //! What a member keeps for newcomers: for each its share of the state at one step, and for all of them the results of
 //! later steps.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::saved::{SavedPart, check_parts};
-use gradwire_proto::transfer::{No, Outline, Reason, Results};
-use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, Step, TensorId};
+use gradwire_proto::transfer::{No, Outline, Reason, Results, backup, home, keeps};
+use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, UnitIndex};
 
+use super::journal::{Journal, Made};
 use super::share::{Copying, Share};
 use crate::state::{State, StateTensor, StateTensorMut};
 
 #[cfg(test)]
 mod several_tests;
 
-/// Most bytes of results that are kept: a newcomer that falls further behind begins anew.
-const JOURNAL_BYTES_MAX: usize = 4 << 30;
 /// Most newcomers for which something is kept: there is a share of the state for each step that one of them asked for.
 const ASKERS_MAX: usize = 8;
 /// Where there are so many, one that has asked nothing for so long makes room for another one.
@@ -54,16 +53,17 @@ struct Inner {
     too_few: Option<Fault>,
     /// Whom it all is kept for.
     askers: BTreeMap<Asker, Served>,
-    journal: VecDeque<Entry>,
-    journal_bytes: usize,
+    journal: Journal,
     closed: bool,
 }
 
 /// A newcomer for which something is kept.
 #[derive(Debug)]
 struct Served {
-    /// The state that it asked for, until it has it.
-    wish: Option<Wish>,
+    /// The state that it asked for.
+    wish: Wish,
+    /// It has it.
+    through: bool,
     /// The share of it that is kept, or why there is none.
     kept: Option<Result<Arc<Share>, Refusal>>,
     /// It may ask for the results of the step after so many final ones, and of all later ones.
@@ -83,37 +83,6 @@ struct Wish {
 struct Refusal {
     reason: Reason,
     why: String,
-}
-
-/// The results of a step, as far as this rank reduced them.
-#[derive(Debug)]
-struct Entry {
-    commits: u64,
-    epoch: Epoch,
-    members: Option<Vec<Rank>>,
-    /// By tensor, and place in it.
-    made: BTreeMap<(TensorId, u64), Made>,
-}
-
-impl Entry {
-    const fn new(commits: u64, epoch: Epoch) -> Self {
-        Self { commits, epoch, members: None, made: BTreeMap::new() }
-    }
-
-    fn bytes(&self) -> usize {
-        self.made.values().map(|made| made.bytes.len()).sum()
-    }
-}
-
-/// One unit of results, as it travels.
-#[derive(Clone, Debug)]
-pub(crate) struct Made {
-    pub(crate) tensor: TensorId,
-    /// Its first element's place in the tensor.
-    pub(crate) at: u64,
-    pub(crate) elements: u32,
-    pub(crate) wire: DType,
-    pub(crate) bytes: Vec<u8>,
 }
 
 impl Holder {
@@ -156,32 +125,12 @@ impl Holder {
         self.journals.load(Ordering::Relaxed)
     }
 
-    /// Keeps a unit that this rank reduced in the step after `commits` final ones.
-    pub(crate) fn keep(&self, commits: u64, epoch: Epoch, made: Made) {
+    /// Keeps a unit of the results of the step after `commits` final ones, if a newcomer is to have it from this member.
+    pub(crate) fn keep(&self, commits: u64, epoch: Epoch, unit: UnitIndex, made: impl FnOnce() -> Made) {
         let mut inner = self.lock();
-        if inner.askers.is_empty() {
-            return;
-        }
-        let Inner { journal, journal_bytes, .. } = &mut *inner;
-        if let Some(last) = journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
-            // It is done again by others.
-            *journal_bytes -= last.bytes();
-            last.made.clear();
-            last.epoch = epoch;
-        }
-        if journal.back().is_none_or(|last| last.commits != commits) {
-            journal.push_back(Entry::new(commits, epoch));
-        }
-        let Some(last) = journal.back_mut() else { return };
-        // An operation that was given up, or came twice, counts as it came last.
-        *journal_bytes += made.bytes.len();
-        if let Some(earlier) = last.made.insert((made.tensor, made.at), made) {
-            *journal_bytes -= earlier.bytes.len();
-        }
-        while *journal_bytes > JOURNAL_BYTES_MAX
-            && let Some(first) = journal.pop_front()
-        {
-            *journal_bytes -= first.bytes();
+        let wants = |served: &Served| keeps(unit.0, served.wish.seat, served.wish.holders);
+        if inner.askers.values().any(wants) {
+            inner.journal.keep(commits, epoch, unit, made());
         }
     }
 
@@ -192,13 +141,7 @@ impl Holder {
         if inner.askers.is_empty() {
             return;
         }
-        let step = commits - 1;
-        if inner.journal.back().is_none_or(|last| last.commits != step) {
-            inner.journal.push_back(Entry::new(step, epoch));
-        }
-        if let Some(last) = inner.journal.back_mut() {
-            last.members = Some(members.to_vec());
-        }
+        inner.journal.commit(commits - 1, epoch, members);
         drop(inner);
         self.changed.notify_all();
     }
@@ -287,8 +230,9 @@ impl Holder {
             inner.forget(stalled);
         }
         inner.forget(asker);
-        let wish = Some(Wish { commits, seat, holders });
-        inner.askers.insert(asker, Served { wish, kept: None, next: commits, heard: Instant::now() });
+        let wish = Wish { commits, seat, holders };
+        let served = Served { wish, through: false, kept: None, next: commits, heard: Instant::now() };
+        inner.askers.insert(asker, served);
         self.settle(&inner);
         self.changed.notify_all();
         Ok(())
@@ -333,28 +277,29 @@ impl Holder {
         self.lock().no(reason, detail)
     }
 
-    /// The results of the step after `commits` final ones; earlier ones, and the state, are not kept for it any more.
-    pub(super) fn results(&self, asker: Asker, commits: u64) -> Result<(Results, Vec<Made>), No> {
+    /// The results of the step after `commits` final ones, as far as this seat is their home; earlier ones, and the state,
+    /// are not kept for it any more.
+    pub(super) fn results(&self, asker: Asker, commits: u64, seat: u32) -> Result<(Results, Vec<Made>), No> {
         let mut inner = self.lock();
         inner.forget_state(asker);
         let Some(served) = inner.askers.get_mut(&asker) else {
             return Err(inner.no(Reason::TooLate, "nothing is kept for this newcomer"));
         };
         (served.next, served.heard) = (commits, Instant::now());
+        let Wish { seat: own, holders, .. } = served.wish;
         inner.forget_results();
+        if seat != own && backup(seat, holders) != Some(own) {
+            return Err(inner.no(Reason::TooLate, "the results of that seat are not kept here"));
+        }
         if commits >= inner.commits {
             return Err(inner.no(Reason::NotYet, "that step is not final"));
         }
         let now = inner.commits;
-        match inner.journal.iter().find(|entry| entry.commits == commits) {
-            Some(Entry { epoch, members: Some(members), made, .. }) => {
-                let updates = made.len() as u32;
-                Ok((
-                    Results { epoch: *epoch, members: members.clone(), commits: now, updates },
-                    made.values().cloned().collect(),
-                ))
+        match inner.journal.step(commits, |unit| home(unit.0, holders) == seat) {
+            Some((epoch, members, made)) => {
+                Ok((Results { epoch, members, commits: now, updates: made.len() as u32 }, made))
             }
-            _ => Err(inner.no(Reason::TooLate, "the results of that step are not kept any more")),
+            None => Err(inner.no(Reason::TooLate, "the results of that step are not kept any more")),
         }
     }
 
@@ -379,8 +324,8 @@ impl Holder {
 impl Inner {
     /// Newcomers that wait for a state, and for which.
     fn waiting(&self) -> impl Iterator<Item = (Asker, Wish)> {
-        let waits = |(asker, served): (&Asker, &Served)| Some((*asker, served.wish.filter(|_| served.kept.is_none())?));
-        self.askers.iter().filter_map(waits)
+        let waits = |(_, served): &(&Asker, &Served)| served.kept.is_none() && !served.through;
+        self.askers.iter().filter(waits).map(|(asker, served)| (*asker, served.wish))
     }
 
     fn forget(&mut self, asker: Asker) {
@@ -391,7 +336,7 @@ impl Inner {
 
     fn forget_state(&mut self, asker: Asker) {
         let Some(served) = self.askers.get_mut(&asker) else { return };
-        served.wish = None;
+        served.through = true;
         let Some(Ok(share)) = served.kept.take() else { return };
         let is_it = |kept: &Result<Arc<Share>, Refusal>| kept.as_ref().is_ok_and(|other| Arc::ptr_eq(other, &share));
         if !self.askers.values().filter_map(|served| served.kept.as_ref()).any(is_it) {
@@ -402,11 +347,7 @@ impl Inner {
     /// Results for which nobody can ask any more are kept no longer.
     fn forget_results(&mut self) {
         let first = self.askers.values().map(|served| served.next).min().unwrap_or(u64::MAX);
-        while self.journal.front().is_some_and(|entry| entry.commits < first) {
-            if let Some(entry) = self.journal.pop_front() {
-                self.journal_bytes -= entry.bytes();
-            }
-        }
+        self.journal.forget_before(first);
     }
 
     fn no(&self, reason: Reason, detail: &str) -> No {
@@ -427,7 +368,7 @@ impl Inner {
             let same = self
                 .askers
                 .values()
-                .filter(|served| served.wish == Some(wish))
+                .filter(|served| served.wish == wish)
                 .find_map(|served| served.kept.as_ref().and_then(|kept| kept.as_ref().ok()).map(Arc::clone));
             let kept = match same {
                 Some(share) => Ok(share),

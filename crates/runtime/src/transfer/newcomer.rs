@@ -1,26 +1,24 @@
 //! A process that joins a running job: gets the state, and follows the job until it is a member.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use gradwire_codec::unpack;
 use gradwire_control::{ControlEvent, ControlPlane};
 use gradwire_proto::hello::HelloParams;
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::member::Endpoint;
 use gradwire_proto::membership::{Member, View};
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, pieces};
-use gradwire_proto::{Fault, FaultKind, Rank, Step, WireFormat};
-use gradwire_transport::Buffer;
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Snapshot, Sums, pieces};
+use gradwire_proto::{Fault, FaultKind, Rank, WireFormat};
 use gradwire_transport::establish::dial_state;
 
-use super::fetch::{Source, Trouble, ask_all, at_once, body, compare, fetch};
+use super::fetch::{Source, Trouble, ask_all, at_once, body, compare, decode, fetch};
+use super::follow::{CaughtUp, FOLLOW_EVERY, lost};
 use super::holder::{parts_mut_of, parts_of};
 use super::place::Rival;
-use super::stream::{FrameStream, invalid};
+use super::stream::FrameStream;
 use crate::group::RESERVED_PREFIX;
-use crate::state::{StepResults, StepTensor, Trainer};
+use crate::state::Trainer;
 use crate::types::{TensorSpec, Transfer};
 
 /// How long one member may take to be reached; another one is asked then.
@@ -32,8 +30,6 @@ const AGAIN_AFTER: Duration = Duration::from_millis(100);
 const AGAIN_APART: Duration = Duration::from_millis(13);
 /// Most steps ahead for which the members are asked to keep their state.
 const AHEAD_MAX: u64 = 64;
-/// How often it is looked whether the next step is final.
-const FOLLOW_EVERY: Duration = Duration::from_millis(2);
 
 /// What a process that joins knows.
 pub(crate) struct Newcomer<'a> {
@@ -54,7 +50,7 @@ pub(crate) struct Newcomer<'a> {
 }
 
 /// Why an attempt came to nothing.
-enum Attempt {
+pub(super) enum Attempt {
     /// Members came or went meanwhile: again.
     Again(String),
     /// The members had made the step before they heard that its state was wanted: again, for a later one.
@@ -66,18 +62,6 @@ impl From<Fault> for Attempt {
     fn from(fault: Fault) -> Self {
         Self::Never(fault)
     }
-}
-
-/// A process that has the state, and follows the job.
-pub(crate) struct CaughtUp {
-    sources: Vec<Source>,
-    pub(crate) outline: Outline,
-    tensors: Vec<Declaration>,
-    results: Vec<StepTensor>,
-    /// Steps whose results the state has, and how many were final when the last of them was had.
-    pub(crate) commits: u64,
-    final_by_then: u64,
-    pub(crate) transfer: Transfer,
 }
 
 impl Newcomer<'_> {
@@ -139,19 +123,16 @@ impl Newcomer<'_> {
     fn attempt(&mut self, ahead: u64, parts: &[SavedPart], trainer: &mut dyn Trainer) -> Result<CaughtUp, Attempt> {
         let mut sources = self.connect()?;
         let outlines =
-            ask_all(&mut sources, |_| Ask::Outline, |stream| decode(body(stream, Given::Outline)?, Outline::decode))?;
+            ask_all(&mut sources, |_| Ask::Outline, |stream| decode(&body(stream, Given::Outline)?, Outline::decode))?;
         let outlines = all(&sources, outlines)?;
         let outline = outlines.iter().max_by_key(|outline| outline.commits).cloned().unwrap_or_default();
         let tensors: Vec<Declaration> = outline.declared.iter().flatten().cloned().collect();
         check_specs(self.specs, &tensors, self.wire)?;
         let resting = outlines.iter().all(|outline| outline.resting && outline.commits == outlines[0].commits);
         let commits = outline.commits + if resting { 0 } else { ahead };
+        let holders = sources.len() as u32;
         let transfer = self.take_state(&mut sources, commits, parts, trainer)?;
-        let result =
-            |tensor: &Declaration| StepTensor { name: tensor.name.clone(), result: None, found_nonfinite: false };
-        let results = tensors.iter().map(result).collect();
-        let final_by_then = commits;
-        let mut caught_up = CaughtUp { sources, outline, tensors, results, commits, final_by_then, transfer };
+        let mut caught_up = CaughtUp::new(sources, holders, outline, commits, transfer);
         let begun = Instant::now();
         while self.view.member(self.control.join_id()).is_none() {
             match caught_up.follow(trainer) {
@@ -196,7 +177,7 @@ impl Newcomer<'_> {
                  behind at the end, for it applies results more slowly than the members make them, or not sooner: a faster \
                  Trainer::apply, or a longer deadline (GRADWIRE_DEADLINE_MS), may be needed",
                 seconds(begun),
-                caught_up.final_by_then.saturating_sub(caught_up.commits).max(1)
+                caught_up.behind()
             ),
         };
         Fault::new(FaultKind::DeadlineExceeded, detail).at(rank)
@@ -228,6 +209,7 @@ impl Newcomer<'_> {
             return Err(fault.clone().into());
         }
         if !sources.is_empty() {
+            (0..).zip(&mut sources).for_each(|(seat, source)| source.seat = seat);
             return Ok(sources);
         }
         let why = faults.last().map_or_else(|| "the job has no members".to_owned(), ToString::to_string);
@@ -247,20 +229,24 @@ impl Newcomer<'_> {
         stream
             .set_timeout(SILENCE_MAX)
             .map_err(|error| Fault::new(FaultKind::System, error.to_string()).at(member.rank))?;
-        Ok(Source { rank: member.rank, stream: FrameStream::new(stream, self.params.job, Some(self.deadline)) })
+        Ok(Source {
+            rank: member.rank,
+            seat: 0,
+            stream: FrameStream::new(stream, self.params.job, Some(self.deadline)),
+        })
     }
 
-    /// Gets the state as it is when so many steps are final.
+    /// Gets the state as it is when so many steps are final. Sources that are lost meanwhile are not among them any more.
     fn take_state(
         &self,
-        sources: &mut [Source],
+        sources: &mut Vec<Source>,
         commits: u64,
         parts: &[SavedPart],
         trainer: &mut dyn Trainer,
     ) -> Result<Transfer, Attempt> {
         let holders = sources.len() as u32;
         let ask = |seat| Ask::Snapshot { commits, seat, holders };
-        let read = |stream: &mut FrameStream| decode(body(stream, Given::Snapshot)?, Snapshot::decode);
+        let read = |stream: &mut FrameStream| decode(&body(stream, Given::Snapshot)?, Snapshot::decode);
         let snapshots = ask_all(sources, ask, read)?;
         let snapshots = all(sources, snapshots)?;
         let start = Instant::now();
@@ -277,8 +263,9 @@ impl Newcomer<'_> {
                 rest = behind;
             }
         }
-        let pieces = fetch(sources, targets)?.map_err(|(rank, trouble)| attempt(rank, trouble))?;
-        let read = |stream: &mut FrameStream| decode(body(stream, Given::Sums)?, Sums::decode);
+        let pieces = fetch(sources, holders, targets)?.map_err(|(rank, trouble)| attempt(rank, trouble))?;
+        let read = |stream: &mut FrameStream| decode(&body(stream, Given::Sums)?, Sums::decode);
+        let lost = holders - sources.len() as u32;
         let sums = ask_all(sources, |_| Ask::Sums, read)?;
         // What a member that is lost by now has given was what it kept.
         let kept: Vec<(Rank, Sums)> =
@@ -287,8 +274,8 @@ impl Newcomer<'_> {
         compare(&pieces, &kept, &part_of)?;
         let bytes: u64 = lengths.iter().sum();
         let took = start.elapsed();
-        tracing::info!(bytes, ms = took.as_millis() as u64, holders, commits, "the job's state is here");
-        Ok(Transfer { bytes, took, members: holders })
+        tracing::info!(bytes, ms = took.as_millis() as u64, holders, lost, commits, "the job's state is here");
+        Ok(Transfer { bytes, took, members: holders, lost })
     }
 
     /// Takes what the control log says meanwhile.
@@ -309,121 +296,6 @@ impl Newcomer<'_> {
     }
 }
 
-impl CaughtUp {
-    /// Applies all results up to these steps, which are final.
-    pub(crate) fn follow_to(
-        &mut self,
-        commits: u64,
-        deadline: Instant,
-        trainer: &mut dyn Trainer,
-    ) -> Result<(), Fault> {
-        while self.commits < commits {
-            match self.follow(trainer) {
-                Ok(true) => {}
-                Ok(false) if Instant::now() < deadline => std::thread::sleep(FOLLOW_EVERY),
-                Ok(false) => return Err(lost("the members do not say that the step is final")),
-                Err(Attempt::Again(why) | Attempt::Missed(why)) => return Err(lost(&why)),
-                Err(Attempt::Never(fault)) => return Err(fault),
-            }
-        }
-        Ok(())
-    }
-
-    /// Applies the results of the next step, if it is final.
-    fn follow(&mut self, trainer: &mut dyn Trainer) -> Result<bool, Attempt> {
-        let commits = self.commits;
-        let read = |stream: &mut FrameStream| read_step(stream);
-        let answers = ask_all(&mut self.sources, |_| Ask::Results(commits), read)?;
-        let not_yet =
-            |answer: &Result<_, Trouble>| matches!(answer, Err(Trouble::No(No { reason: Reason::NotYet, .. })));
-        if answers.iter().any(not_yet) {
-            return Ok(false);
-        }
-        // Whoever is gone may have had no part in this step.
-        let mut lost = Vec::new();
-        let mut given: BTreeMap<Rank, (Results, Vec<Update>)> = BTreeMap::new();
-        for (source, answer) in self.sources.iter().zip(answers) {
-            match answer {
-                Ok(answer) => drop(given.insert(source.rank, answer)),
-                Err(trouble) => lost.push((source.rank, describe(source.rank, &trouble))),
-            }
-        }
-        let why = lost.first().map_or_else(|| "members answered differently".to_owned(), |(_, why)| why.clone());
-        self.sources.retain(|source| !lost.iter().any(|(rank, _)| *rank == source.rank));
-        let Some((_, (head, _))) = given.first_key_value() else { return Err(Attempt::Again(why)) };
-        let head = head.clone();
-        let complete = head.members.iter().all(|rank| {
-            given.get(rank).is_some_and(|(other, _)| (other.epoch, &other.members) == (head.epoch, &head.members))
-        });
-        if !complete {
-            return Err(Attempt::Again(why));
-        }
-        self.place(given.into_values().flat_map(|(_, updates)| updates))?;
-        let step = Step(self.outline.first_step + commits);
-        trainer.apply(&StepResults { step, contributors: &head.members, tensors: &self.results })?;
-        self.commits += 1;
-        self.final_by_then = head.commits;
-        Ok(true)
-    }
-
-    /// Puts a step's results together.
-    fn place(&mut self, updates: impl Iterator<Item = Update>) -> Result<(), Attempt> {
-        let mut covered = vec![0_u64; self.tensors.len()];
-        let mut memory: Vec<Option<Buffer>> = self.results.iter_mut().map(|tensor| tensor.result.take()).collect();
-        let bad = || Attempt::Again("results that do not fit what was declared".to_owned());
-        for Update { tensor, at, elements, wire, bytes } in updates {
-            let index = tensor as usize;
-            let declaration = self.tensors.get(index).ok_or_else(bad)?;
-            let size = declaration.dtype.size();
-            let result = &mut self.results[index];
-            if result.result.is_none() {
-                let kept = memory[index].take();
-                result.result =
-                    Some(kept.map_or_else(|| Buffer::allocate(declaration.elements() as usize * size), Ok)?);
-                result.found_nonfinite = false;
-            }
-            let start = usize::try_from(at).ok().and_then(|at| at.checked_mul(size)).ok_or_else(bad)?;
-            let range = start..start.checked_add(elements as usize * size).ok_or_else(bad)?;
-            let place = result.result.as_mut().and_then(|buffer| buffer.bytes_mut().get_mut(range)).ok_or_else(bad)?;
-            let fits = bytes.len() == elements as usize * wire.size();
-            result.found_nonfinite |=
-                unpack(wire, declaration.dtype, &bytes, place).ok().filter(|_| fits).ok_or_else(bad)?;
-            covered[index] += u64::from(elements);
-        }
-        let whole = |(tensor, covered): (&Declaration, &u64)| *covered == 0 || *covered == tensor.elements();
-        if self.tensors.iter().zip(&covered).all(whole) { Ok(()) } else { Err(bad()) }
-    }
-}
-
-/// A unit of results.
-struct Update {
-    tensor: u32,
-    at: u64,
-    elements: u32,
-    wire: gradwire_proto::DType,
-    bytes: Vec<u8>,
-}
-
-fn read_step(stream: &mut FrameStream) -> Result<(Results, Vec<Update>), Trouble> {
-    let results = decode(body(stream, Given::Results)?, Results::decode)?;
-    let mut updates = Vec::new();
-    for _ in 0..results.updates {
-        let header = stream.read_given()?;
-        let Some(wire) = header.dtype.filter(|_| header.bucket.0 == Given::Update as u32) else {
-            return Err(invalid("something else than a unit of results").into());
-        };
-        let mut bytes = vec![0; header.payload_len as usize];
-        stream.read_body(&header, &mut bytes)?;
-        let (tensor, at, elements) = (header.unit_first.0, header.location.offset, header.unit_count);
-        updates.push(Update { tensor, at, elements, wire, bytes });
-    }
-    Ok((results, updates))
-}
-
-fn decode<T>(bytes: Vec<u8>, decode: fn(&[u8]) -> Result<T, gradwire_proto::wire::Malformed>) -> Result<T, Trouble> {
-    decode(&bytes).map_err(|malformed| invalid(malformed.0).into())
-}
-
 /// All answers, or why to try again.
 fn all<T>(sources: &[Source], answers: Vec<Result<T, Trouble>>) -> Result<Vec<T>, Attempt> {
     let named =
@@ -432,27 +304,14 @@ fn all<T>(sources: &[Source], answers: Vec<Result<T, Trouble>>) -> Result<Vec<T>
 }
 
 /// What becomes of an attempt that meets this.
-fn attempt(rank: Rank, trouble: Trouble) -> Attempt {
+pub(super) fn attempt(rank: Rank, trouble: Trouble) -> Attempt {
     match trouble {
         Trouble::No(No { reason: Reason::Never, detail, .. }) => {
             Attempt::Never(Fault::new(FaultKind::System, detail).at(rank))
         }
         Trouble::No(No { reason: Reason::TooLate, detail, .. }) => Attempt::Missed(format!("{rank}: {detail}")),
-        trouble => Attempt::Again(describe(rank, &trouble)),
+        trouble => Attempt::Again(trouble.describe(rank)),
     }
-}
-
-fn describe(rank: Rank, trouble: &Trouble) -> String {
-    match trouble {
-        Trouble::Lost(error) => format!("{rank}: {error}"),
-        Trouble::No(no) => format!("{rank}: {}", no.detail),
-        Trouble::Stopped => format!("{rank}: it was not asked any more"),
-    }
-}
-
-fn lost(why: &str) -> Fault {
-    let detail = format!("the job's results were lost while this rank joined ({why}): start it again");
-    Fault::new(FaultKind::RankDied, detail)
 }
 
 /// Checks that all members' states have the parts that this process's has.

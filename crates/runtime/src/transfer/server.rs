@@ -9,7 +9,8 @@ use gradwire_proto::transfer::{Ask, Given, No, Reason, Snapshot};
 use gradwire_proto::{BucketId, RegionKey, UnitIndex};
 use gradwire_transport::establish::StateStream;
 
-use super::holder::{Asker, Holder, Made};
+use super::holder::{Asker, Holder};
+use super::journal::Made;
 use super::share::Share;
 use super::stream::FrameStream;
 use crate::system;
@@ -50,9 +51,9 @@ impl Server<'_> {
                 Ask::Outline => self.stream.give(Given::Outline, &self.holder.outline().encode())?,
                 Ask::Snapshot { commits, seat, holders } => self.snapshot(commits, seat, holders)?,
                 Ask::Piece(piece) => self.piece(piece)?,
-                Ask::Results(commits) => {
+                Ask::Results { commits, seat } => {
                     self.share = None;
-                    self.results(commits)?;
+                    self.results(commits, seat)?;
                 }
                 Ask::Sums => self.sums()?,
             }
@@ -111,8 +112,8 @@ impl Server<'_> {
         sums.map_or(Ok(()), |sums| self.stream.give(Given::Sums, &sums.encode()))
     }
 
-    fn results(&mut self, commits: u64) -> io::Result<()> {
-        let (results, made) = match self.holder.results(self.asker, commits) {
+    fn results(&mut self, commits: u64, seat: u32) -> io::Result<()> {
+        let (results, made) = match self.holder.results(self.asker, commits, seat) {
             Ok(found) => found,
             Err(no) => return self.refuse(&no),
         };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use gradwire_codec::crc32;
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{Sums, checks, keeps, pieces};
+use gradwire_proto::transfer::{Sums, home, keeps, pieces};
 use gradwire_transport::available_memory;
 use rustix::fs::MemfdFlags;
 
@@ -37,7 +37,9 @@ struct Piece {
     part: usize,
     start: usize,
     bytes: usize,
-    /// Its place in the file; none where only its checksum is wanted.
+    /// This holder gives it, and not only where another one is lost.
+    is_home: bool,
+    /// Its place in the file; none where there is no memory for more than its checksum.
     at: Option<u64>,
 }
 
@@ -68,26 +70,28 @@ impl Share {
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         // To within a few pieces.
         let needed = lengths.iter().sum::<u64>() / u64::from(holders);
-        if let Some(available) = available_memory()
-            && needed > available
-        {
+        let available = available_memory().unwrap_or(u64::MAX);
+        if needed > available {
             return Err(format!(
                 "{needed} bytes are needed to keep its share of the state, and {available} are available"
             ));
         }
+        // What another holder keeps as well is not worth the memory that this machine's other ranks may need.
+        let keeps_twice = needed.saturating_mul(4) < available;
         let layout = pieces(&lengths).ok_or("the state is too large")?;
         let (mut wanted, mut end) = (Vec::new(), 0);
         for (index, (part, range)) in (0..).zip(layout) {
-            let kept = keeps(index, seat, holders);
-            if !kept && !checks(index, seat, holders) {
+            if !keeps(index, seat, holders) {
                 continue;
             }
+            let is_home = home(index, holders) == seat;
+            let kept = is_home || keeps_twice;
             let bytes = range.end - range.start;
             let at = kept.then_some(end);
             end += if kept { bytes } else { 0 };
             // It fits: the part is in memory.
             let (start, bytes) = (range.start as usize, bytes as usize);
-            wanted.push(Piece { index, part: part as usize, start, bytes, at });
+            wanted.push(Piece { index, part: part as usize, start, bytes, is_home, at });
         }
         let file = rustix::fs::memfd_create("gradwire-state", MemfdFlags::CLOEXEC)
             .map_err(|error| format!("no memory file could be had for the state: {error}"))?;
@@ -178,9 +182,10 @@ impl Share {
 
     /// Does all that has to be done before the trainer's state changes.
     fn take_all(&self, parts: &[StateTensor<'_>]) {
-        let (kept, checked): (Vec<usize>, Vec<usize>) =
-            (0..self.pieces.len()).partition(|nth| self.pieces[*nth].at.is_some());
-        for nth in kept.into_iter().chain(checked) {
+        // What is asked for first comes first.
+        let (home, backup): (Vec<usize>, Vec<usize>) =
+            (0..self.pieces.len()).partition(|nth| self.pieces[*nth].is_home);
+        for nth in home.into_iter().chain(backup) {
             if self.given_up.load(Ordering::Acquire) {
                 return self.end("the newcomer did not need it any more".to_owned());
             }
@@ -223,29 +228,20 @@ mod tests {
         let memory: Vec<u8> = (0..3 * PIECE_BYTES + 77).map(|at| (at / 3) as u8).collect();
         let (a, b) = memory.split_at(PIECE_BYTES as usize + 5);
         let parts = vec![StateTensor { name: "part 0", bytes: a }, StateTensor { name: "part 1", bytes: b }];
-        for (seat, holders, kept, checked) in [
-            (0, 1, vec![0, 1, 2, 3, 4], vec![]),
-            (1, 3, vec![1, 4], vec![0, 3]),
-            (2, 3, vec![2], vec![1, 4]),
-            (0, 3, vec![0, 3], vec![2]),
-        ] {
+        for (seat, holders, kept) in
+            [(0, 1, vec![0, 1, 2, 3, 4]), (1, 3, vec![0, 1, 3, 4]), (2, 3, vec![1, 2, 4]), (0, 3, vec![0, 2, 3])]
+        {
             let share = share(&[a.len() as u64, b.len() as u64], seat, holders);
             assert_eq!(share.piece(kept[0], NOW), Ok(None), "not copied yet");
             assert_eq!(share.sums(NOW), Ok(None));
             Copying { shares: vec![Arc::clone(&share)], parts: parts.clone() }.run();
             let sums = share.sums(NOW).expect("nothing failed").expect("all is copied");
-            let mut expected = [kept.clone(), checked].concat();
-            expected.sort_unstable();
-            assert_eq!(sums.0.iter().map(|(piece, _)| *piece).collect::<Vec<_>>(), expected);
+            assert_eq!(sums.0.iter().map(|(piece, _)| *piece).collect::<Vec<_>>(), kept);
             for (piece, sum) in sums.0 {
                 let lengths = [a.len() as u64, b.len() as u64];
                 let (part, range) = pieces(&lengths).expect("few")[piece as usize].clone();
                 let there = &parts[part as usize].bytes[range.start as usize..range.end as usize];
                 assert_eq!(crc32(there), sum);
-                if !kept.contains(&piece) {
-                    assert!(share.piece(piece, NOW).is_err_and(|why| why.contains("not kept here")));
-                    continue;
-                }
                 let Copied { at, bytes, crc } = share.piece(piece, NOW).expect("it is kept").expect("it is copied");
                 let mut read = vec![0; bytes];
                 share.file().read_exact_at(&mut read, at).expect("it can be read");

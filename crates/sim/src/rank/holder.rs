@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use gradwire_codec::crc32;
 use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, checks, keeps, pieces};
+use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, backup, home, keeps, pieces};
 use gradwire_proto::{BucketId, DType, Epoch, Fault, Rank, RegionKey, TensorId, UnitIndex};
 
 use super::state::TrainerState;
@@ -48,8 +48,10 @@ pub(super) struct Holder {
 /// What is kept for one newcomer.
 #[derive(Debug)]
 struct For {
-    /// The state that it asked for, until it has it.
-    wish: Option<Wish>,
+    /// The state that it asked for.
+    wish: Wish,
+    /// It has it.
+    through: bool,
     kept: Option<Kept>,
     /// It may ask for the results of the step after so many final ones, and of all later ones.
     next: u64,
@@ -71,13 +73,13 @@ struct Kept {
     sums: Sums,
 }
 
-/// The results of a step, as far as this rank reduced them.
+/// The results of a step, as far as they are kept here.
 #[derive(Debug)]
 struct Entry {
     commits: u64,
     epoch: Epoch,
     members: Option<Vec<Rank>>,
-    made: BTreeMap<(TensorId, u64), Made>,
+    made: BTreeMap<UnitIndex, Made>,
 }
 
 /// One unit of results, as it travels.
@@ -125,13 +127,13 @@ impl Holder {
         self.journal.len()
     }
 
-    /// Keeps a unit that this rank reduced in the step after `commits` final ones.
-    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, made: Made) {
-        if self.askers.is_empty() {
+    /// Keeps a unit of the results of the step after `commits` final ones, if a newcomer is to have it from this member.
+    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: Made) {
+        if !self.askers.values().any(|of| keeps(unit.0, of.wish.seat, of.wish.holders)) {
             return;
         }
         if let Some(last) = self.journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
-            // It is done again by others.
+            // It is done again, and its units are others.
             last.made.clear();
             last.epoch = epoch;
         }
@@ -139,7 +141,7 @@ impl Holder {
             self.journal.push_back(Entry { commits, epoch, members: None, made: BTreeMap::new() });
         }
         if let Some(last) = self.journal.back_mut() {
-            last.made.insert((made.tensor, made.at), made);
+            last.made.insert(unit, made);
         }
     }
 
@@ -174,12 +176,13 @@ impl Holder {
         self.resting = self.too_few.is_some() && !self.closed;
         for asker in self.askers.keys().copied().collect::<Vec<_>>() {
             let Some(of) = self.askers.get_mut(&asker) else { continue };
-            match of.wish.filter(|_| of.kept.is_none()) {
-                Some(wish) if wish.commits == commits => of.kept = Some(Kept::of(wish, state)),
+            match of.wish.commits {
+                _ if of.through || of.kept.is_some() => {}
+                wanted if wanted == commits => of.kept = Some(Kept::of(of.wish, state)),
                 // It was asked for too late: who asked has to name a later step.
-                Some(wish) if wish.commits < commits => self.forget(asker),
+                wanted if wanted < commits => self.forget(asker),
                 // It does not come to that step before newcomers are there.
-                Some(_) if self.resting => self.forget(asker),
+                _ if self.resting => self.forget(asker),
                 _ => {}
             }
         }
@@ -234,7 +237,7 @@ impl Holder {
                 }
                 let wish = Wish { commits, seat, holders };
                 let kept = self.as_is.take().map(|state| Kept::of(wish, &state));
-                let of = For { wish: Some(wish), kept, next: commits, heard: context.now };
+                let of = For { wish, through: false, kept, next: commits, heard: context.now };
                 self.askers.insert(asker, of);
                 self.forget_results();
                 self.streams.insert(asker, Served { wait_at: Some(context.now + WAIT_EVERY), ..served });
@@ -246,9 +249,7 @@ impl Holder {
                     give(context, asker, Given::No, &no.encode());
                 }
             },
-            Ask::Results(commits) => {
-                self.give_results(context, asker, commits);
-            }
+            Ask::Results { commits, seat } => self.give_results(context, asker, commits, seat),
             Ask::Sums => match self.kept(asker) {
                 Some(kept) => give(context, asker, Given::Sums, &kept.sums.encode()),
                 None => {
@@ -273,19 +274,26 @@ impl Holder {
         self.kept(asker)?.pieces.get(&piece).cloned()
     }
 
-    /// The results of the step after `commits` final ones; earlier ones are not kept for it any more.
-    fn give_results(&mut self, context: &mut Context<'_>, asker: Asker, commits: u64) {
+    /// The results of the step after `commits` final ones, as far as this seat is their home; earlier ones are not kept for
+    /// it any more.
+    fn give_results(&mut self, context: &mut Context<'_>, asker: Asker, commits: u64, seat: u32) {
         let no = if let Some(of) = self.askers.get_mut(&asker) {
             // The newcomer has the state.
-            (of.wish, of.kept, of.next) = (None, None, commits);
+            (of.through, of.kept, of.next) = (true, None, commits);
+            let Wish { seat: own, holders, .. } = of.wish;
             self.forget_results();
             match self.journal.iter().find(|entry| entry.commits == commits) {
+                _ if seat != own && backup(seat, holders) != Some(own) => {
+                    self.no(Reason::TooLate, "the results of that seat are not kept here")
+                }
                 _ if commits >= self.commits => self.no(Reason::NotYet, "that step is not final"),
                 Some(Entry { epoch, members: Some(members), made, .. }) => {
+                    let wanted = made.iter().filter(|(unit, _)| home(unit.0, holders) == seat);
+                    let made: Vec<&Made> = wanted.map(|(_, made)| made).collect();
                     let (epoch, updates) = (*epoch, made.len() as u32);
                     let results = Results { epoch, members: members.clone(), commits: self.commits, updates };
                     give(context, asker, Given::Results, &results.encode());
-                    made.values().for_each(|made| give_update(context, asker, epoch, made));
+                    made.into_iter().for_each(|made| give_update(context, asker, epoch, made));
                     return;
                 }
                 _ => self.no(Reason::TooLate, "the results of that step are not kept any more"),
@@ -362,8 +370,6 @@ impl Kept {
             let bytes = &state.parts[part as usize][range.start as usize..range.end as usize];
             if keeps(piece, seat, holders) {
                 kept.pieces.insert(piece, bytes.to_vec());
-            }
-            if keeps(piece, seat, holders) || checks(piece, seat, holders) {
                 kept.sums.0.push((piece, crc32(bytes)));
             }
         }

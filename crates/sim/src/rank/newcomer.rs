@@ -2,22 +2,21 @@
 //! `crates/runtime/src/transfer/{newcomer,fetch}.rs` are in the product, as a state machine.
 
 mod fetch;
+mod results;
 
 use std::collections::BTreeMap;
 
-use gradwire_codec::{crc32, unpack};
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::membership::{RecordId, View};
 use gradwire_proto::transfer::{Ask, No, Outline, Reason, Results, Snapshot, Sums};
-use gradwire_proto::{Collective, Fault, FaultKind, Rank};
+use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::links::process_of;
 use super::state::TrainerState;
 use super::stream::{self, Answer, Update};
 use crate::event::{MS, Nanos, SECOND};
-use crate::mutation::Mutation;
 use crate::process::{Context, Identity, Out};
-use crate::report::{Final, ProcessId, Report};
+use crate::report::{ProcessId, Report};
 use fetch::Fetch;
 
 /// A member from which nothing comes for so long is not asked any more.
@@ -39,6 +38,10 @@ pub(super) struct Newcomer {
     pub(super) before: View,
     streams: u32,
     sources: Vec<Source>,
+    /// How many there were when the state was asked for.
+    holders: u32,
+    /// Of the next step, by seat: what is here.
+    given: BTreeMap<u32, (Results, Vec<Update>)>,
     stage: Stage,
     refused_since: Option<Nanos>,
     pub(super) outline: Outline,
@@ -58,6 +61,9 @@ pub(super) struct Newcomer {
 struct Source {
     rank: Rank,
     process: ProcessId,
+    /// Its place among those that are asked, and whose results it was asked for.
+    seat: u32,
+    asked: u32,
     /// Since when an answer is waited for.
     waits: Option<Nanos>,
     answer: Option<Given>,
@@ -97,6 +103,8 @@ impl Newcomer {
             view,
             streams: 0,
             sources: Vec::new(),
+            holders: 0,
+            given: BTreeMap::new(),
             stage: Stage::Resting(now),
             refused_since: None,
             outline: Outline::default(),
@@ -241,14 +249,19 @@ impl Newcomer {
                 return Ok(Some(false));
             }
             Stage::Idle(_) => {
-                let commits = self.commits;
-                self.ask_all(context, |_| Ask::Results(commits));
                 self.stage = Stage::Results;
+                self.ask_results(context, "no member keeps them")?;
             }
             Stage::Results => {
-                let caught_up = !self.take_results(context)?;
-                self.stage = Stage::Idle(if caught_up { context.now + FOLLOW_EVERY } else { context.now });
-                return Ok(caught_up.then_some(true));
+                let (not_yet, why) = self.take_results(context);
+                if not_yet {
+                    self.stage = Stage::Idle(context.now + FOLLOW_EVERY);
+                    return Ok(Some(true));
+                }
+                if !self.ask_results(context, &why)? {
+                    self.apply_results(context)?;
+                    self.stage = Stage::Idle(context.now);
+                }
             }
         }
         Ok(None)
@@ -266,11 +279,11 @@ impl Newcomer {
     }
 
     fn ask_all(&mut self, context: &mut Context<'_>, ask: impl Fn(u32) -> Ask) {
-        for (seat, source) in (0..).zip(&mut self.sources) {
+        for source in &mut self.sources {
             source.answer = None;
             if source.lost.is_none() {
                 source.waits = Some(context.now);
-                let frame = stream::ask(ask(seat));
+                let frame = stream::ask(ask(source.seat));
                 context.out.push(Out::State { to: source.process, stream: self.streams, frame });
             }
         }
@@ -279,8 +292,18 @@ impl Newcomer {
     /// Asks all members that can be reached.
     fn connect(&mut self, context: &mut Context<'_>) {
         self.streams += 1;
+        self.given.clear();
         let others = self.view.members.iter().filter(|member| member.id != self.me.join);
-        let source = |(rank, process)| Source { rank, process, waits: None, answer: None, lost: None, refused: false };
+        let source = |(rank, process)| Source {
+            rank,
+            process,
+            seat: 0,
+            asked: 0,
+            waits: None,
+            answer: None,
+            lost: None,
+            refused: false,
+        };
         let known = others.filter_map(|member| Some((member.rank, process_of(member)?)));
         self.sources = known.map(source).collect();
         self.ask_all(context, |_| Ask::Outline);
@@ -314,6 +337,8 @@ impl Newcomer {
         self.tensors = outline.declared.iter().flatten().cloned().collect();
         self.outline = outline;
         let holders = self.sources.len() as u32;
+        self.holders = holders;
+        (0..).zip(&mut self.sources).for_each(|(seat, source)| source.seat = seat);
         self.ask_all(context, |seat| Ask::Snapshot { commits, seat, holders });
         self.stage = Stage::Snapshot(commits);
         Ok(())
@@ -399,73 +424,6 @@ impl Newcomer {
 
     fn report_state(&self, context: &mut Context<'_>) {
         context.report(Report::State { commits: self.commits, digest: self.state.digest() });
-    }
-
-    /// Applies the results of the next step. Returns false if it is not final yet.
-    fn take_results(&mut self, context: &mut Context<'_>) -> Result<bool, Trouble> {
-        let not_yet = |source: &Source| matches!(&source.answer, Some(Given::No(no)) if no.reason == Reason::NotYet);
-        if self.sources.iter().any(not_yet) {
-            return Ok(false);
-        }
-        // Whoever is gone may have had no part in this step.
-        let mut why = "members answered differently".to_owned();
-        let mut given: BTreeMap<Rank, (Results, Vec<Update>)> = BTreeMap::new();
-        self.sources.retain_mut(|source| match source.answer.take() {
-            Some(Given::Results(results, updates)) => {
-                given.insert(source.rank, (results, updates));
-                true
-            }
-            Some(Given::No(no)) => {
-                why = format!("{}: {}", source.rank, no.detail);
-                false
-            }
-            _ => {
-                why = source.lost.clone().unwrap_or_else(|| format!("{}: another answer", source.rank));
-                false
-            }
-        });
-        let Some((_, (head, _))) = given.first_key_value() else { return Err(Trouble::Again(why)) };
-        let head = head.clone();
-        let complete = head.members.iter().all(|rank| {
-            given.get(rank).is_some_and(|(other, _)| (other.epoch, &other.members) == (head.epoch, &head.members))
-        });
-        if !complete {
-            return Err(Trouble::Again(why));
-        }
-        let results = self.place(given.into_values().flat_map(|(_, updates)| updates))?;
-        if !context.has(Mutation::SkipResults) || self.commits % 3 != 1 {
-            self.state.apply(self.commits, &head.members, &results);
-        }
-        self.commits += 1;
-        self.report_state(context);
-        Ok(true)
-    }
-
-    /// Puts a step's results together: of each tensor that was reduced for all, what it is.
-    fn place(&self, updates: impl Iterator<Item = Update>) -> Result<Vec<Option<Final>>, Trouble> {
-        let bad = || Trouble::Again("results that do not fit what was declared".to_owned());
-        let whole = |tensor: &Declaration| vec![0; tensor.elements() as usize * tensor.dtype.size()];
-        let mut memory: Vec<Vec<u8>> = self.tensors.iter().map(whole).collect();
-        let mut covered = vec![0; self.tensors.len()];
-        let mut nonfinite = vec![false; self.tensors.len()];
-        for Update { header, bytes } in updates {
-            let index = header.unit_first.index();
-            let (tensor, wire) = self.tensors.get(index).zip(header.dtype).ok_or_else(bad)?;
-            let start = header.location.offset as usize * tensor.dtype.size();
-            let range = start..start + header.unit_count as usize * tensor.dtype.size();
-            let place = memory[index].get_mut(range).ok_or_else(bad)?;
-            nonfinite[index] |= unpack(wire, tensor.dtype, &bytes, place).map_err(|_| bad())?;
-            covered[index] += u64::from(header.unit_count);
-        }
-        let mut results = Vec::new();
-        for (index, tensor) in self.tensors.iter().enumerate() {
-            let reduced = tensor.collective == Collective::AllReduce && tensor.elements() > 0;
-            if covered[index] != 0 && covered[index] != tensor.elements() || reduced && covered[index] == 0 {
-                return Err(bad());
-            }
-            results.push(reduced.then(|| Final { crc: crc32(&memory[index]), nonfinite: nonfinite[index] }));
-        }
-        Ok(results)
     }
 
     /// It needs nothing more of the members.

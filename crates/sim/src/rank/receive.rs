@@ -3,9 +3,10 @@
 use gradwire_codec::unpack;
 use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FrameHeader, FrameKind, Location};
 use gradwire_proto::session::Admission;
-use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, UnitIndex};
+use gradwire_proto::{Collective, Fault, FaultKind, Rank, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
+use super::holder::Made;
 use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::plan::Links;
@@ -160,6 +161,8 @@ impl Exchange {
             let Some(output) = self.slots[unit.tensor.index()].output else {
                 return Err(Fault::new(FaultKind::ProtocolViolation, "a result for a tensor that has no memory"));
             };
+            let sent = if output == source { native.clone() } else { wire_range.clone() };
+            let kept = self.holder.journals().then(|| context.memory.part(source, sent).unwrap_or_default().to_vec());
             let nonfinite = if output == source {
                 header.flags & FLAG_NONFINITE != 0
             } else {
@@ -169,8 +172,23 @@ impl Exchange {
                 context.memory.put(output, target);
                 unpacked?
             };
+            if let Some(bytes) = kept {
+                self.keep_result(UnitIndex(index), bytes);
+            }
             self.session.handle_result_unit(UnitIndex(index), nonfinite, context.now);
         }
         Ok(())
+    }
+
+    /// Keeps an allreduce's result for newcomers.
+    pub(super) fn keep_result(&mut self, unit: UnitIndex, bytes: Vec<u8>) {
+        let plan = self.session.plan();
+        let planned = plan.unit(unit);
+        let bucket = plan.bucket(planned.bucket);
+        if bucket.collective == Collective::AllReduce && !bytes.is_empty() {
+            let (tensor, at, elements) = (planned.tensor, planned.in_tensor, planned.elements);
+            let made = Made { tensor, at, elements, wire: bucket.wire, bytes };
+            self.holder.keep(self.session.commits(), self.session.config().epoch, unit, made);
+        }
     }
 }

@@ -6,7 +6,6 @@ use gradwire_proto::session::{Data, Transmit, Work};
 use gradwire_proto::{Fault, FaultKind, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
-use super::holder::Made;
 use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::process::{Context, Out};
@@ -67,15 +66,14 @@ impl Exchange {
         let summary = reduction.and_then(|reduction| reduction.run(inputs, outputs));
         let sent = if bucket.direct { &output[native] } else { &results[staged] };
         let crc = crc32(sent);
-        if self.holder.journals() && !sent.is_empty() {
-            let (tensor, at, elements) = (plan.tensor, plan.in_tensor, plan.elements);
-            let made = Made { tensor, at, elements, wire: bucket.wire, bytes: sent.to_vec() };
-            self.holder.keep(self.session.commits(), self.session.config().epoch, made);
-        }
+        let kept = self.holder.journals().then(|| sent.to_vec());
         context.memory.put(results_key, results);
         context.memory.put(output_key, output);
         self.memory.set_crc(unit, crc);
         self.memory.buckets[plan.bucket.index()].arrival.retain(|(other, _)| *other != unit.0);
+        if let Some(bytes) = kept {
+            self.keep_result(unit, bytes);
+        }
         Ok(summary?.nonfinite)
     }
 

@@ -1,6 +1,6 @@
 //! Newcomers that come at once.
 
-use gradwire_proto::FaultKind;
+use gradwire_proto::{DType, FaultKind, TensorId};
 
 use super::*;
 
@@ -25,8 +25,9 @@ fn holder() -> (Holder, Flat) {
 }
 
 fn make_step(holder: &Holder, step: u64) {
-    let made = Made { tensor: TensorId(0), at: 0, elements: 1, wire: DType::F32, bytes: vec![step as u8; 4] };
-    holder.keep(step, Epoch(1), made);
+    let bytes = Arc::from([step as u8; 4]);
+    let made = Made { tensor: TensorId(0), at: 0, elements: 1, wire: DType::F32, bytes };
+    holder.keep(step, Epoch(1), UnitIndex(0), || made);
     holder.commit(step + 1, Epoch(1), &[Rank(0)]);
 }
 
@@ -72,18 +73,18 @@ fn results_are_kept_until_all_have_them() {
     assert_eq!(offer(&holder, 0, &state), 1);
     (0..3).for_each(|step| make_step(&holder, step));
     for step in 0..3 {
-        let (results, made) = holder.results(1, step).expect("it is final");
+        let (results, made) = holder.results(1, step, 0).expect("it is final");
         assert_eq!((results.commits, made[0].bytes[0]), (3, step as u8));
     }
-    assert_eq!(reason(holder.results(1, 3)), Reason::NotYet);
-    assert_eq!(holder.results(2, 0).expect("it is kept").1[0].bytes[0], 0);
+    assert_eq!(reason(holder.results(1, 3, 0)), Reason::NotYet);
+    assert_eq!(holder.results(2, 0, 0).expect("it is kept").1[0].bytes[0], 0);
     assert_eq!(holder.lock().journal.len(), 3);
     holder.release(2);
     assert_eq!(holder.lock().journal.len(), 0);
     assert!(holder.journals());
     holder.release(1);
     assert!(!holder.journals());
-    assert_eq!(reason(holder.results(1, 3)), Reason::TooLate);
+    assert_eq!(reason(holder.results(1, 3, 0)), Reason::TooLate);
 }
 
 #[test]
@@ -120,7 +121,7 @@ fn with_too_few_ranks_all_that_come_get_the_state_as_it_is() {
             holder.wish(asker, 1, 0, 1).expect("there is room");
             let share = holder.share(asker, SOON).expect("it is kept").expect("it is there");
             assert!(share.piece(0, SOON).expect("it is kept").is_some());
-            assert_eq!(reason(holder.results(asker, 1)), Reason::NotYet);
+            assert_eq!(reason(holder.results(asker, 1, 0)), Reason::NotYet);
         }
         // A later step does not come.
         holder.wish(3, 2, 0, 1).expect("there is room");
