@@ -164,7 +164,7 @@ fn a_newcomer_that_is_slower_than_the_others_hears_that_it_is() {
 
 #[test]
 fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_gives_its_state() {
-    const STATE_MIB: u64 = 384;
+    const STATE_MIB: u64 = 160;
     for transport in ["tcp", "shm"] {
         let plan = plan(4, transport);
         let state = (STATE_MIB << 10).to_string();
@@ -177,6 +177,8 @@ fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_gives_its_state() {
         while resident_mib(job.pid(back)) < STATE_MIB / 4 {
             std::thread::sleep(Duration::from_millis(1));
         }
+        job.signal(1, Signal::STOP);
+        std::thread::sleep(Duration::from_millis(300));
         job.signal(1, Signal::KILL);
         let ended = job.wait();
         let all = assert_same(&ended, &[0, 2, back]);
@@ -184,6 +186,39 @@ fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_gives_its_state() {
         let fetched = ended[back].lines.iter().find(|line| line.starts_with("fetched ")).expect("it joined late");
         assert!(fetched.contains("from 3 in") && fetched.ends_with(", 1 lost"), "{fetched}");
     }
+}
+
+#[test]
+fn a_member_that_leaves_first_gives_what_it_has_promised() {
+    const STATE_MIB: u64 = 384;
+    let directory = tempfile::tempdir().expect("a directory");
+    let leaves = directory.path().join("leave");
+    let plan = plan(4, "tcp");
+    let state = (STATE_MIB << 10).to_string();
+    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "10", &state]);
+    let leaver = || {
+        let mut command = command(1);
+        command.env("E2E_LEAVE", &leaves);
+        command
+    };
+    let mut job = Job::start([command(0), leaver(), command(2), command(3)]);
+    job.wait_for_line(0, "step 10 ");
+    job.signal(3, Signal::KILL);
+    let back = job.add(command(3));
+    while resident_mib(job.pid(back)) < STATE_MIB / 8 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::fs::write(&leaves, "").expect("a file");
+    // It leaves meanwhile.
+    job.signal(back, Signal::STOP);
+    std::thread::sleep(Duration::from_secs(1));
+    job.signal(back, Signal::CONT);
+    let ended = job.wait();
+    assert!(ended[1].verdict().ends_with("steps") && ended[1].verdict().starts_with("ok "), "{ended:#?}");
+    let all = assert_same(&ended, &[0, 2, back]);
+    assert_eq!(all[&(STEPS - 1)].0, "0,2,3", "{ended:#?}");
+    let fetched = ended[back].lines.iter().find(|line| line.starts_with("fetched ")).expect("it joined late");
+    assert!(fetched.contains("from 3 in") && fetched.ends_with(", 0 lost"), "{fetched}");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! `e2e-elastic STEPS [PAUSE_MS [STATE_KIB [LARGE_MIB]]]`: with a pause between steps, a state that is larger by so much,
 //! and a further tensor of this size, of which a few elements are checked. Each step is printed with the microseconds of
 //! the machine's monotonic clock at its end. `E2E_SAVES` is a directory in which every second state is saved. With
-//! `E2E_EXIT` a fault shows in the exit code, for launchers. `E2E_APPLY_MS` is how long applying a step takes.
+//! `E2E_EXIT` a fault shows in the exit code, for launchers. It leaves when there is a file `E2E_LEAVE`. `E2E_APPLY_MS` is how long applying a step takes.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -146,6 +146,7 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
     let (group, tensors) = (joined.group, joined.tensors);
     assert_eq!(joined.step.0, model.steps[0]);
     let saves = std::env::var_os("E2E_SAVES").map(std::path::PathBuf::from);
+    let leave = std::env::var_os("E2E_LEAVE").map(std::path::PathBuf::from);
     let offers_first = std::env::var_os("E2E_OFFERS_FIRST").is_some();
     let mut aborted = 0;
     while model.steps[0] < steps {
@@ -161,7 +162,14 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
         };
         match exchanged {
             Ok(exchanged) => {
+                let next = exchanged.commit.next;
                 apply(&mut model, exchanged);
+                if next == gradwire::Next::Leave {
+                    break;
+                }
+                if leave.as_ref().is_some_and(|leave| leave.exists()) {
+                    group.request_leave()?;
+                }
                 if let Some(saves) = saves.as_ref().filter(|_| model.steps[0].is_multiple_of(2)) {
                     group.save(saves, &model)?;
                 }
@@ -175,7 +183,7 @@ fn train(steps: u64, pause: Duration, ballast_kib: u64, large_mib: u64) -> Resul
     println!("aborted {aborted}");
     drop(tensors);
     group.close()?;
-    Ok(format!("{steps} steps"))
+    Ok(format!("{} steps", model.steps[0]))
 }
 
 /// What a step came to: the results of the model's tensors, and then of the large one.

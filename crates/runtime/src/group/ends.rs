@@ -108,7 +108,7 @@ impl Group {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let mut recorded = Ok(());
         if let Some(door) = &self.door {
-            door.holder.close();
+            door.holder.leave();
         }
         self.driver.drive_to(None, |engine| engine.is_idle() || engine.fault().is_some());
         self.driver.with_engine(Engine::leave);
@@ -130,8 +130,13 @@ impl Group {
             let limit = Instant::now().checked_add(FAREWELL_MAX);
             self.driver.drive_to(limit, Engine::is_alone);
         }
+        if let Some(door) = self.door.take() {
+            // Where others go on they would have to begin anew with those that join.
+            if self.driver.with_engine(|engine| engine.fault().is_none() && !engine.is_alone()) {
+                door.holder.linger(FAREWELL_MAX);
+            }
+        }
         self.driver.stop(thread);
-        drop(self.door.take());
         drop(self.guard.take());
         recorded
     }

@@ -7,13 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::saved::{SavedPart, check_parts};
 use gradwire_proto::transfer::{No, Outline, Reason, Results, backup, home, keeps};
-use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step, UnitIndex};
+use gradwire_proto::{Epoch, Fault, Rank, Step, UnitIndex};
 
 use super::journal::{Journal, Made};
+use super::parts::parts_of;
 use super::share::{Copying, Share};
-use crate::state::{State, StateTensor, StateTensorMut};
+use crate::state::State;
 
 #[cfg(test)]
 mod several_tests;
@@ -22,6 +22,8 @@ mod several_tests;
 const ASKERS_MAX: usize = 8;
 /// Where there are so many, one that has asked nothing for so long makes room for another one.
 const STALLED_AFTER: Duration = Duration::from_secs(3);
+
+const LEAVES: &str = "this rank leaves";
 
 /// Names a stream over which a newcomer asks.
 pub(super) type Asker = u64;
@@ -54,6 +56,8 @@ struct Inner {
     /// Whom it all is kept for.
     askers: BTreeMap<Asker, Served>,
     journal: Journal,
+    /// This rank leaves: only what it has copied is given away.
+    leaving: bool,
     closed: bool,
 }
 
@@ -220,6 +224,9 @@ impl Holder {
     /// Registers what a newcomer asks for. It is there when [`Holder::share`] says so.
     pub(super) fn wish(&self, asker: Asker, commits: u64, seat: u32, holders: u32) -> Result<(), No> {
         let mut inner = self.lock();
+        if inner.leaving {
+            return Err(inner.no(Reason::Busy, LEAVES));
+        }
         if !inner.askers.contains_key(&asker) && inner.askers.len() >= ASKERS_MAX {
             let stalled = inner.askers.iter().min_by_key(|(_, served)| served.heard);
             let stalled = stalled.filter(|(_, served)| served.heard.elapsed() > STALLED_AFTER).map(|(asker, _)| *asker);
@@ -282,6 +289,7 @@ impl Holder {
     pub(super) fn results(&self, asker: Asker, commits: u64, seat: u32) -> Result<(Results, Vec<Made>), No> {
         let mut inner = self.lock();
         inner.forget_state(asker);
+        self.changed.notify_all();
         let Some(served) = inner.askers.get_mut(&asker) else {
             return Err(inner.no(Reason::TooLate, "nothing is kept for this newcomer"));
         };
@@ -290,6 +298,9 @@ impl Holder {
         inner.forget_results();
         if seat != own && backup(seat, holders) != Some(own) {
             return Err(inner.no(Reason::TooLate, "the results of that seat are not kept here"));
+        }
+        if inner.leaving {
+            return Err(inner.no(Reason::TooLate, LEAVES));
         }
         if commits >= inner.commits {
             return Err(inner.no(Reason::NotYet, "that step is not final"));
@@ -308,6 +319,30 @@ impl Holder {
         let mut inner = self.lock();
         inner.forget(asker);
         self.settle(&inner);
+        self.changed.notify_all();
+    }
+
+    /// This rank leaves. Who waits for its state, or follows, has to turn to others; who was promised a share gets it.
+    pub(crate) fn leave(&self) {
+        let mut inner = self.lock();
+        inner.leaving = true;
+        let waiting: Vec<Asker> = inner.waiting().map(|(asker, _)| asker).collect();
+        waiting.into_iter().for_each(|asker| inner.forget(asker));
+        self.settle(&inner);
+        self.changed.notify_all();
+    }
+
+    /// Waits until newcomers have the shares that they were promised, for so long.
+    pub(crate) fn linger(&self, patience: Duration) {
+        let end = Instant::now() + patience;
+        let mut inner = self.lock();
+        while inner.askers.values().any(|served| matches!(served.kept, Some(Ok(_)))) && !inner.closed {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// The group is closed: nobody waits any more.
@@ -389,94 +424,5 @@ impl Inner {
             }
         }
         Ok((!shares.is_empty()).then_some(Copying { shares, parts }))
-    }
-}
-
-/// Names and lengths of a state's parts.
-///
-/// # Errors
-/// `InvalidArgument` for a part that is nameless, named twice, or too long.
-pub(crate) fn parts_of(parts: &[StateTensor<'_>]) -> Result<Vec<SavedPart>, Fault> {
-    check_parts(parts.iter().map(|part| (part.name, part.bytes.len() as u64)))?;
-    Ok(parts.iter().map(|part| SavedPart { name: part.name.to_owned(), bytes: part.bytes.len() as u64 }).collect())
-}
-
-/// A state's parts to be written to, which are `parts`, those that it said it has.
-///
-/// # Errors
-/// `InvalidArgument` that names the first part in which [`State::parts_mut`] differs from [`State::parts`].
-pub(crate) fn parts_mut_of<'a>(
-    state: &'a mut dyn State,
-    parts: &[SavedPart],
-) -> Result<Vec<StateTensorMut<'a>>, Fault> {
-    let theirs = state.parts_mut();
-    let wrong = |name: &str, what: String| {
-        let detail = format!("part '{name}' of the state: {what}; both must give the same parts, in the same order");
-        Err(Fault::new(FaultKind::InvalidArgument, detail))
-    };
-    for (part, to_write) in parts.iter().zip(&theirs) {
-        if to_write.name != part.name {
-            return wrong(&part.name, format!("State::parts_mut has '{}' in its place", to_write.name));
-        }
-        if to_write.bytes.len() as u64 != part.bytes {
-            let what = format!(
-                "it has {} bytes in State::parts_mut, but {} in State::parts",
-                to_write.bytes.len(),
-                part.bytes
-            );
-            return wrong(&part.name, what);
-        }
-    }
-    match (parts.get(theirs.len()), theirs.get(parts.len())) {
-        (Some(missing), _) => wrong(&missing.name, "State::parts has it, but State::parts_mut does not".to_owned()),
-        (_, Some(odd)) => wrong(odd.name, "State::parts_mut has it, but State::parts does not".to_owned()),
-        (None, None) => Ok(theirs),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// What it says that it has, and what it gives to be written to.
-    struct Odd(Vec<(&'static str, usize)>, Vec<(&'static str, Vec<u8>)>);
-
-    impl State for Odd {
-        fn parts(&self) -> Vec<StateTensor<'_>> {
-            self.0.iter().map(|(name, length)| StateTensor { name, bytes: &[0; 64][..*length] }).collect()
-        }
-
-        fn parts_mut(&mut self) -> Vec<StateTensorMut<'_>> {
-            self.1.iter_mut().map(|(name, bytes)| StateTensorMut { name, bytes }).collect()
-        }
-    }
-
-    #[test]
-    fn parts_to_write_to_that_are_not_those_of_the_state_are_named() {
-        let said = vec![("weights", 40), ("seed", 8)];
-        let of = |parts: &[(&'static str, usize)]| {
-            let given = parts.iter().map(|(name, length)| (*name, vec![0; *length])).collect();
-            let mut odd = Odd(said.clone(), given);
-            let parts = parts_of(&odd.parts()).expect("parts");
-            parts_mut_of(&mut odd, &parts).map(|parts| parts.len()).map_err(|fault| (fault.kind, fault.detail))
-        };
-        assert_eq!(of(&[("weights", 40), ("seed", 8)]), Ok(2));
-        let refused = |given: &[(&'static str, usize)], words: &str| {
-            let (kind, detail) = of(given).expect_err(words);
-            assert_eq!(kind, FaultKind::InvalidArgument, "{detail}");
-            assert!(detail.contains(words), "{detail}");
-        };
-        refused(
-            &[("weights", 36), ("seed", 8)],
-            "part 'weights' of the state: it has 36 bytes in State::parts_mut, but 40",
-        );
-        refused(&[("weights", 44), ("seed", 8)], "it has 44 bytes");
-        refused(&[("weights", 40)], "part 'seed' of the state: State::parts has it, but State::parts_mut does not");
-        refused(&[], "part 'weights'");
-        refused(
-            &[("seed", 8), ("weights", 40)],
-            "part 'weights' of the state: State::parts_mut has 'seed' in its place",
-        );
-        refused(&[("weights", 40), ("seed", 8), ("odd", 1)], "part 'odd' of the state: State::parts_mut has it");
     }
 }

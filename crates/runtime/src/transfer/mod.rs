@@ -13,14 +13,16 @@ mod follow;
 mod holder;
 mod journal;
 mod newcomer;
+mod parts;
 mod place;
 mod server;
 mod share;
 mod stream;
 
 pub(crate) use door::{DoorBell, DoorKeeper};
-pub(crate) use holder::{Holder, parts_mut_of, parts_of};
+pub(crate) use holder::Holder;
 pub(crate) use journal::Made;
 pub(crate) use newcomer::Newcomer;
+pub(crate) use parts::{parts_mut_of, parts_of};
 pub(crate) use place::Rival;
 pub(crate) use share::Copying;

@@ -14,7 +14,7 @@ use gradwire_transport::establish::dial_state;
 
 use super::fetch::{Source, Trouble, ask_all, at_once, body, compare, decode, fetch};
 use super::follow::{CaughtUp, FOLLOW_EVERY, lost};
-use super::holder::{parts_mut_of, parts_of};
+use super::parts::{parts_mut_of, parts_of};
 use super::place::Rival;
 use super::stream::FrameStream;
 use crate::group::RESERVED_PREFIX;

@@ -15,6 +15,10 @@ use rustix::fs::MemfdFlags;
 
 use crate::state::StateTensor;
 
+/// A share of no more bytes than this is kept by two. The members' step waits for what is copied: beyond this the stop would
+/// be felt, which is worse than a newcomer that begins anew in the rare case that a member is lost while it gives.
+const BACKUP_BYTES_MAX: u64 = 64 << 20;
+
 /// What is kept: an anonymous memory file. It is written to, not mapped: whole pages need neither be zeroed nor be
 /// faulted in one by one then, which takes more time than copying. And what was written once is sent from where it is.
 #[derive(Debug)]
@@ -39,7 +43,7 @@ struct Piece {
     bytes: usize,
     /// This holder gives it, and not only where another one is lost.
     is_home: bool,
-    /// Its place in the file; none where there is no memory for more than its checksum.
+    /// Its place in the file; none where only its checksum is wanted.
     at: Option<u64>,
 }
 
@@ -70,14 +74,14 @@ impl Share {
         let lengths: Vec<u64> = parts.iter().map(|part| part.bytes).collect();
         // To within a few pieces.
         let needed = lengths.iter().sum::<u64>() / u64::from(holders);
-        let available = available_memory().unwrap_or(u64::MAX);
-        if needed > available {
+        if let Some(available) = available_memory()
+            && needed > available
+        {
             return Err(format!(
                 "{needed} bytes are needed to keep its share of the state, and {available} are available"
             ));
         }
-        // What another holder keeps as well is not worth the memory that this machine's other ranks may need.
-        let keeps_twice = needed.saturating_mul(4) < available;
+        let keeps_twice = needed <= BACKUP_BYTES_MAX;
         let layout = pieces(&lengths).ok_or("the state is too large")?;
         let (mut wanted, mut end) = (Vec::new(), 0);
         for (index, (part, range)) in (0..).zip(layout) {
@@ -259,6 +263,16 @@ mod tests {
         Copying { shares: vec![Arc::clone(&share)], parts: vec![StateTensor { name: "part 0", bytes: &memory }] }.run();
         share.piece(0, Duration::from_secs(60)).unwrap_err();
         share.sums(Duration::from_secs(60)).unwrap_err();
+    }
+
+    #[test]
+    fn of_a_large_state_only_its_home_keeps_a_piece() {
+        for (bytes, twice) in [(2 * BACKUP_BYTES_MAX, true), (3 * BACKUP_BYTES_MAX, false)] {
+            let share = share(&[bytes], 1, 2);
+            assert_eq!(share.piece(1, NOW), Ok(None), "it is to be copied");
+            assert_eq!(share.piece(0, NOW).is_ok(), twice);
+            assert_eq!(share.pieces.len() as u64, bytes / PIECE_BYTES, "the checksum is taken all the same");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use gradwire_proto::{DType, FaultKind, TensorId};
 
 use super::*;
+use crate::state::StateTensor;
 
 const SOON: Duration = Duration::from_secs(30);
 const NOW: Duration = Duration::ZERO;
@@ -129,4 +130,30 @@ fn with_too_few_ranks_all_that_come_get_the_state_as_it_is() {
         holder.set_too_few(None);
         assert_eq!(member.join().expect("no panic"), Ok(false));
     });
+}
+
+#[test]
+fn who_leaves_gives_what_it_has_promised_and_nothing_else() {
+    let (holder, state) = holder();
+    holder.wish(1, 0, 0, 1).expect("there is room");
+    holder.wish(2, 0, 0, 1).expect("there is room");
+    holder.wish(3, 5, 0, 1).expect("there is room");
+    assert_eq!(offer(&holder, 0, &state), 1);
+    make_step(&holder, 0);
+    assert_eq!(holder.results(2, 0, 0).expect("it is final").0.commits, 1);
+    holder.leave();
+    assert_eq!(reason(holder.share(3, SOON)), Reason::TooLate, "that step does not come");
+    assert_eq!(reason(holder.results(2, 0, 0)), Reason::TooLate);
+    assert_eq!(reason(holder.wish(4, 5, 0, 1)), Reason::Busy);
+    let start = Instant::now();
+    holder.linger(Duration::from_millis(20));
+    assert!(start.elapsed() >= Duration::from_millis(20), "somebody was promised the state");
+    std::thread::scope(|scope| {
+        let lingers = scope.spawn(|| holder.linger(SOON));
+        let share = holder.share(1, SOON).expect("it is kept").expect("it is there");
+        assert!(share.piece(0, SOON).expect("it is kept").is_some());
+        assert_eq!(reason(holder.results(1, 0, 0)), Reason::TooLate);
+        lingers.join().expect("it ends once everybody has what they need");
+    });
+    assert!(start.elapsed() < SOON);
 }
