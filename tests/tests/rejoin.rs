@@ -191,6 +191,7 @@ fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_gives_its_state() {
 #[test]
 fn a_member_that_leaves_first_gives_what_it_has_promised() {
     const STATE_MIB: u64 = 384;
+    const STEPS: usize = 300;
     let directory = tempfile::tempdir().expect("a directory");
     let leaves = directory.path().join("leave");
     let plan = plan(4, "tcp");
@@ -215,7 +216,7 @@ fn a_member_that_leaves_first_gives_what_it_has_promised() {
     job.signal(back, Signal::CONT);
     let ended = job.wait();
     assert!(ended[1].verdict().ends_with("steps") && ended[1].verdict().starts_with("ok "), "{ended:#?}");
-    let all = assert_same(&ended, &[0, 2, back]);
+    let all = steps::assert_same(&ended, &[0, 2, back], STEPS);
     assert_eq!(all[&(STEPS - 1)].0, "0,2,3", "{ended:#?}");
     let fetched = ended[back].lines.iter().find(|line| line.starts_with("fetched ")).expect("it joined late");
     assert!(fetched.contains("from 3 in") && fetched.ends_with(", 0 lost"), "{fetched}");
