@@ -184,7 +184,7 @@ fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_gives_its_state() {
         let all = assert_same(&ended, &[0, 2, back]);
         assert_eq!(all[&(STEPS - 1)].0, "0,2,3", "{ended:#?}");
         let fetched = ended[back].lines.iter().find(|line| line.starts_with("fetched ")).expect("it joined late");
-        assert!(fetched.contains("from 3 in") && fetched.ends_with(", 1 lost"), "{fetched}");
+        assert!(fetched.contains("from 3 in") && fetched.ends_with(", 1 lost"), "{ended:#?}");
     }
 }
 
@@ -219,7 +219,7 @@ fn a_member_that_leaves_first_gives_what_it_has_promised() {
     let all = steps::assert_same(&ended, &[0, 2, back], STEPS);
     assert_eq!(all[&(STEPS - 1)].0, "0,2,3", "{ended:#?}");
     let fetched = ended[back].lines.iter().find(|line| line.starts_with("fetched ")).expect("it joined late");
-    assert!(fetched.contains("from 3 in") && fetched.ends_with(", 0 lost"), "{fetched}");
+    assert!(fetched.contains("from 3 in") && fetched.ends_with(", 0 lost"), "{ended:#?}");
 }
 
 #[test]

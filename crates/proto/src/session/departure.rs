@@ -14,6 +14,12 @@ impl Session {
         self.others().all(|peer| self.peers[peer.index()].down)
     }
 
+    /// Whether all other ranks have said goodbye: nobody goes on.
+    #[must_use]
+    pub fn have_others_left(&self) -> bool {
+        self.others().all(|peer| self.peers[peer.index()].left)
+    }
+
     /// Says goodbye: this rank takes part in nothing further. [`Event::Farewell`] comes once every peer has what it
     /// needs; until then the driver goes on.
     pub fn leave(&mut self) {

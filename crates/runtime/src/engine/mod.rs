@@ -196,6 +196,11 @@ impl Engine {
         self.session.is_alone()
     }
 
+    /// Whether other ranks go on, as far as they have said.
+    pub(crate) fn do_others_go_on(&self) -> bool {
+        self.session.fault().is_none() && !self.session.have_others_left()
+    }
+
     pub(crate) fn aborts(&self) -> Arc<Aborts> {
         Arc::clone(&self.epochs.aborts)
     }

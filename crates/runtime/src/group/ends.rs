@@ -69,6 +69,9 @@ impl Group {
     /// # Errors
     /// Why the job failed, if it did; [`FaultKind::Unrecorded`] when commits could not be published, because the broker
     /// was away until the end.
+    ///
+    /// Where others go on, a process that joins them and is getting the state from this rank gets the rest first, while it
+    /// goes on asking, up to the deadline.
     pub fn close(mut self) -> Result<(), Fault> {
         let fault = self.fault();
         let recorded = self.shut_down();
@@ -132,8 +135,8 @@ impl Group {
         }
         if let Some(door) = self.door.take() {
             // Where others go on they would have to begin anew with those that join.
-            if self.driver.with_engine(|engine| engine.fault().is_none() && !engine.is_alone()) {
-                door.holder.linger(FAREWELL_MAX);
+            if self.driver.with_engine(|engine| engine.do_others_go_on()) {
+                door.holder.linger(self.identity.deadline);
             }
         }
         self.driver.stop(thread);

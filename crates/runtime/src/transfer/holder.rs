@@ -22,6 +22,8 @@ mod several_tests;
 const ASKERS_MAX: usize = 8;
 /// Where there are so many, one that has asked nothing for so long makes room for another one.
 const STALLED_AFTER: Duration = Duration::from_secs(3);
+/// How often who leaves looks whether newcomers still ask.
+const LOOKS_UP_EVERY: Duration = Duration::from_millis(100);
 
 const LEAVES: &str = "this rank leaves";
 
@@ -332,15 +334,17 @@ impl Holder {
         self.changed.notify_all();
     }
 
-    /// Waits until newcomers have the shares that they were promised, for so long.
+    /// Waits until newcomers have the shares that they were promised, for so long, and for none that asks nothing meanwhile.
     pub(crate) fn linger(&self, patience: Duration) {
         let end = Instant::now() + patience;
         let mut inner = self.lock();
-        while inner.askers.values().any(|served| matches!(served.kept, Some(Ok(_)))) && !inner.closed {
+        loop {
+            let takes = |served: &Served| matches!(served.kept, Some(Ok(_))) && served.heard.elapsed() < STALLED_AFTER;
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if inner.closed || left.is_zero() || !inner.askers.values().any(takes) {
                 return;
             }
+            let left = left.min(LOOKS_UP_EVERY);
             inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
