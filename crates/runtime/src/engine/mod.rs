@@ -196,9 +196,9 @@ impl Engine {
         self.session.is_alone()
     }
 
-    /// Whether other ranks go on, as far as they have said.
-    pub(crate) fn do_others_go_on(&self) -> bool {
-        self.session.fault().is_none() && !self.session.have_others_left()
+    /// Whether all other ranks have said goodbye: nobody goes on.
+    pub(crate) fn have_others_left(&self) -> bool {
+        self.session.have_others_left()
     }
 
     pub(crate) fn aborts(&self) -> Arc<Aborts> {

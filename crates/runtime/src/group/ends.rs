@@ -110,6 +110,8 @@ impl Group {
     fn shut_down(&mut self) -> Result<(), Fault> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let mut recorded = Ok(());
+        // Others may have an epoch without this rank before it is through: that is no fault of one that leaves.
+        let in_order = self.fault().is_none();
         if let Some(door) = &self.door {
             door.holder.leave();
         }
@@ -135,7 +137,7 @@ impl Group {
         }
         if let Some(door) = self.door.take() {
             // Where others go on they would have to begin anew with those that join.
-            if self.driver.with_engine(|engine| engine.do_others_go_on()) {
+            if in_order && !self.driver.with_engine(|engine| engine.have_others_left()) {
                 door.holder.linger(self.identity.deadline);
             }
         }
