@@ -777,3 +777,6 @@ mod found;
 
 #[path = "departure_tests.rs"]
 mod departures;
+
+#[path = "mismatch_tests.rs"]
+mod mismatches;

@@ -496,11 +496,12 @@ impl Engine {
     }
 
     /// Ends a step, in a job that fails with its first lost rank.
-    pub(crate) fn commit(&mut self) -> Committed {
+    pub(crate) fn commit(&mut self) -> Result<Committed, Fault> {
+        self.session.check_idle()?;
         self.session.commit();
         self.memory.step = self.memory.step.next();
         let next = self.session.next();
-        Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected(), next }
+        Ok(Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected(), next })
     }
 
     pub(crate) fn epoch(&self) -> Epoch {
