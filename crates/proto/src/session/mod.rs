@@ -433,8 +433,9 @@ impl Session {
         self.declaring = None;
         self.committing = None;
         self.syncing = false;
-        // Those who went on without this rank, or never counted on it, are not concerned.
-        if fault.kind != FaultKind::Removed && self.newcomer.is_none() {
+        // Those who went on without this rank, or never counted on what a newcomer makes of the job, are not concerned.
+        let resigns = matches!(word(self.config.rank), Outgoing::Resignation(_));
+        if fault.kind != FaultKind::Removed && (resigns || self.newcomer.is_none()) {
             for peer in self.others() {
                 if self.peers[peer.index()].reachable() {
                     self.outgoing.push_back(word(peer));

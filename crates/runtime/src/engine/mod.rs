@@ -97,6 +97,8 @@ pub(crate) struct Engine {
     origin: Instant,
     stats: Stats,
     failed: bool,
+    /// The job goes on without this rank, which said why.
+    resigned: bool,
     farewell: bool,
     /// Operations that ended since somebody last looked.
     ended: u64,
@@ -146,6 +148,7 @@ impl Engine {
             origin: Instant::now(),
             stats: Stats::default(),
             failed: false,
+            resigned: false,
             farewell: false,
             ended: 0,
             spoilt: Vec::new(),
@@ -232,11 +235,6 @@ impl Engine {
 
     pub(crate) fn fail(&mut self, fault: Fault) {
         self.session.fail(fault);
-    }
-
-    /// This rank is lost to the job.
-    pub(crate) fn resign(&mut self, fault: Fault) {
-        self.session.resign(fault);
     }
 
     pub(crate) fn leave(&mut self) {
