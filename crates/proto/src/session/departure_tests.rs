@@ -93,6 +93,8 @@ fn a_rank_that_resigns_in_an_epoch_that_others_have_not_entered_is_lost_to_them_
             assert!((0..2).all(|rank| world.nodes[rank].lost.iter().any(|(peer, _)| *peer == Rank(2))));
         }
         world.nodes[2].state = State::Dead;
+        // Its own, which is nobody else's.
+        assert_eq!(world.nodes[2].fault.take(), Some(fault));
         world.remove(2);
         world.finish();
         world.check();
