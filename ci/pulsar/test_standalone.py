@@ -30,11 +30,16 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
     return subprocess.run([STANDALONE, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
 
 
-def lives(pid: int) -> bool:
+def lives(pid: int, data: str | os.PathLike) -> bool:
+    """Whether the broker of this directory has this process: its number alone may be another's by now."""
+    process = pathlib.Path(f"/proc/{pid}")
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (OSError, ValueError):
+        # A process that is about to be gone has no command line any more, though it may not count as a zombie yet.
+        command = (process / "cmdline").read_bytes()
+        state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
         return False
+    return os.fsencode(data) in command and state != "Z"
 
 
 class WithFolder(unittest.TestCase):
@@ -105,6 +110,21 @@ class Missing(WithFolder):
         self.assertEqual(run("stop", self.folder).returncode, 0)
 
 
+class Lives(unittest.TestCase):
+    def test_another_process_with_the_number_is_not_the_broker(self):
+        data = "/nonexistent/broker's"
+        sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        for arguments, expected in ((sleeper, False), ([*sleeper, f"--data={data}"], True)):
+            with subprocess.Popen(arguments, stdin=subprocess.PIPE) as process:
+                self.assertEqual(lives(process.pid, data), expected)
+                process.stdin.close()
+                # Nobody has waited for it: it has its number still.
+                end = time.monotonic() + PATIENCE_S
+                while pathlib.Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    self.assertLess(time.monotonic(), end)
+                self.assertFalse(lives(process.pid, data))
+
+
 class Started(WithFolder):
     def test_a_broker_that_does_not_come_up_is_told_with_its_last_words(self):
         done = run("run", "--patience", "0.1", "--", "true")
@@ -119,24 +139,25 @@ class Started(WithFolder):
         done = run("run", "--", "sh", "-c", 'echo "$PULSAR_PID $PULSAR_DATA"; exit 7')
         self.assertEqual(done.returncode, 7, done.stderr)
         pid, data = done.stdout.split()
-        self.assertFalse(lives(int(pid)))
+        self.assertFalse(lives(int(pid), data))
         self.assertFalse(pathlib.Path(data).exists())
         self.assert_refused(run("run", "--", "/nonexistent/program"), "cannot run /nonexistent/program")
 
     def test_whatever_ends_it_ends_the_broker(self):
         for number in (signal.SIGTERM, signal.SIGKILL):
-            command = [STANDALONE, "run", "--data", self.folder / number.name, "--"]
+            data = self.folder / number.name
+            command = [STANDALONE, "run", "--data", data, "--"]
             command += ["sh", "-c", "echo $PULSAR_PID; exec cat"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runner:
                 pid = int(runner.stdout.readline())
-                self.assertTrue(lives(pid))
+                self.assertTrue(lives(pid, data))
                 runner.send_signal(number)
                 runner.wait(PATIENCE_S)
                 self.assertEqual(runner.returncode, 128 + 15 if number == signal.SIGTERM else -9)
             end = time.monotonic() + PATIENCE_S
-            while lives(pid) and time.monotonic() < end:
+            while lives(pid, data) and time.monotonic() < end:
                 time.sleep(0.05)
-            self.assertFalse(lives(pid), number)
+            self.assertFalse(lives(pid, data), number)
 
     def test_topics_and_ports_survive_a_kill_and_tokens_are_asked_for(self):
         topic = "/admin/v2/persistent/public/default/kept"

@@ -42,8 +42,8 @@ fn what_is_refused_or_harmless_disturbs_nobody() {
             }
         }
     }
-    // Where a commit waits for the others, it is refused while something is in flight.
-    for recovery in ["abort", "redo"] {
+    // Whether or not it waits for the others, a commit is refused while something is in flight.
+    for recovery in RECOVERIES {
         let ended = run(recovery, "commit-with-open");
         assert!(ended[1].lines.iter().any(|line| line == "early: Err(TensorBusy)"), "{ended:#?}");
         assert!(ended.iter().all(|rank| rank.verdict() == format!("ok {STEPS} steps")), "{ended:#?}");
@@ -92,6 +92,19 @@ fn commits_and_operations_that_do_not_match_are_an_error_on_every_rank() {
             let kinds = ["fault OperationMismatch", "fault NotOffered"];
             assert!(kinds.iter().any(|kind| said.starts_with(kind)), "{how} with {recovery}: {said}");
             assert!(said.contains("every rank must"), "{said}");
+        }
+    }
+    // Where commits wait for all, a rank that is at another one is known at once, and the fault names it.
+    for recovery in ["abort", "redo"] {
+        let (twice, skipped) =
+            (["rank 1 is at its commit 5", "after 4 commits"], ["is at its commit 4", "rank 1 does it"]);
+        for (how, words) in [("commit-twice", twice), ("skip-commit", skipped)] {
+            let ended = run(recovery, how);
+            for rank in &ended {
+                let said = rank.verdict();
+                assert!(said.starts_with("fault OperationMismatch rank=1: "), "{how} with {recovery}: {ended:#?}");
+                assert!(words.iter().all(|word| said.contains(word)), "{how} with {recovery}: {said}");
+            }
         }
     }
     // What comes in the middle of a commit is part of the next step, or refused: by the moment.

@@ -1,12 +1,12 @@
 //! The broker is killed together with a rank. Steps wait until it is back, since it decides who goes on; by the deadline
-//! they end in any case.
+//! they end in any case. A launcher starts the rank again meanwhile.
 
 use std::time::Duration;
 
 use gradwire_tests::broker::DurableBroker;
 use gradwire_tests::steps::{assert_recorded, assert_same};
-use gradwire_tests::{Job, Plan, random};
-use rustix::process::Signal;
+use gradwire_tests::{Ended, Job, Plan, binary, random};
+use rustix::process::{Pid, Signal, kill_process};
 
 const STEPS: usize = 30;
 const RANKS: u32 = 4;
@@ -70,5 +70,60 @@ fn a_broker_that_stays_away_ends_the_step_by_its_deadline_on_every_rank() {
     for rank in [0, 1, 3] {
         let said = ended[rank].verdict();
         assert!(said.starts_with("fault RankDied rank=2") && said.contains("the broker may be away"), "{ended:#?}");
+    }
+}
+
+/// The process id of this rank, as it told a launcher.
+fn pid(job: &mut Job, rank: usize) -> Pid {
+    let beginning = format!("[{rank}] pid ");
+    let line = job.wait_for_line(0, &beginning);
+    Pid::from_raw(line[beginning.len()..].parse().expect("a number")).expect("a process")
+}
+
+/// What each rank of a launcher said, its processes one after the other.
+fn of_ranks(launcher: &Ended) -> Vec<Ended> {
+    let said = |rank: u32| {
+        let prefix = format!("[{rank}] ");
+        let lines = launcher.lines.iter().filter_map(|line| Some(line.strip_prefix(&prefix)?.to_owned()));
+        Ended { status: launcher.status, lines: lines.collect() }
+    };
+    (0..RANKS).map(said).collect()
+}
+
+#[test]
+fn a_rank_that_is_started_again_while_the_broker_is_away_comes_back() {
+    const STEPS: usize = 400;
+    for (round, away_ms) in [(0_usize, 2000), (1, 5000)] {
+        let mut broker = DurableBroker::start();
+        let mut launcher = std::process::Command::new(binary("gradwire"));
+        launcher.args(["launch", "-n", &RANKS.to_string(), "--min-ranks", "2", "--restarts", "3"]);
+        launcher.args(["--broker", broker.url(), "--env", "E2E_EXIT=1", "--"]);
+        launcher.arg(binary("e2e-elastic")).args([&STEPS.to_string(), "20"]);
+        let mut job = Job::start([launcher]);
+        let victim = [1, 0][round];
+        let process = pid(&mut job, victim);
+        job.wait_for_line(0, "[2] step 5 ");
+        // Either may be the first.
+        if round == 0 {
+            broker.kill();
+            kill_process(process, Signal::KILL).expect("it runs");
+        } else {
+            kill_process(process, Signal::KILL).expect("it runs");
+            std::thread::sleep(millis(8));
+            broker.kill();
+        }
+        std::thread::sleep(Duration::from_millis(away_ms));
+        broker.again();
+        let ended = job.wait();
+        assert!(ended[0].status.success(), "{ended:#?}");
+        let ranks = of_ranks(&ended[0]);
+        let all = assert_same(&ranks, &[0, 1, 2, 3], STEPS);
+        assert!(all.values().any(|(by, _)| !by.contains(&victim.to_string())), "{all:?}");
+        assert_eq!(all[&(STEPS - 1)].0, "0,1,2,3", "{ended:#?}");
+        // Nobody else was taken for lost, and the next process of the rank was not either.
+        for (rank, said) in ranks.iter().enumerate() {
+            let joined = said.lines.iter().filter(|line| line.starts_with("joined at ")).count();
+            assert_eq!(joined, 1 + usize::from(rank == victim), "{ended:#?}");
+        }
     }
 }

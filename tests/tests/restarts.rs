@@ -5,12 +5,20 @@ use std::time::{Duration, Instant};
 
 use gradwire_tests::binary;
 
+/// How long ranks wait for others to join.
+const DEADLINE: Duration = Duration::from_secs(30);
+
 /// Runs this shell script on so many ranks, with `$E2E` for a trainer that makes so many steps of 100 ms. Any may be lost.
 fn launch(ranks: &str, steps: u32, script: &str) -> Output {
+    launch_with(ranks, steps, script, &["--min-ranks", "1", "--restarts", "6"])
+}
+
+/// The same, with these options.
+fn launch_with(ranks: &str, steps: u32, script: &str, options: &[&str]) -> Output {
     let trainer = format!("{} {steps} 100", binary("e2e-elastic").display());
-    let arguments = ["launch", "-n", ranks, "--min-ranks", "1", "--restarts", "6", "--env", "E2E_EXIT=1"];
     let mut command = Command::new(binary("gradwire"));
-    command.args(arguments).args(["--", "sh", "-c", script]).env("E2E", trainer);
+    command.args(["launch", "-n", ranks, "--env", "E2E_EXIT=1"]).args(options);
+    command.args(["--", "sh", "-c", script]).env("E2E", trainer);
     command.output().expect("runs")
 }
 
@@ -60,4 +68,33 @@ fn a_rank_that_fails_when_the_others_are_through_is_not_started_again() {
     let said = said(&launch("2", 5, script), 0);
     assert!(!said.contains("starting it again"), "{said}");
     assert!(said.contains("exited with code 3: it is not started again, for the others are through"), "{said}");
+}
+
+#[test]
+fn without_a_rank_that_died_before_it_joined_the_job_ends_at_once_and_says_which() {
+    // At once, and when the others have joined; with no restarts left, and where a restart would be of no use.
+    for (script, restarts, code, why) in [
+        ("[ $RANK = 1 ] && exit 3; exec $E2E", "0", 3, "--restarts allows none"),
+        ("[ $RANK = 1 ] && { sleep 3; kill -KILL $$; }; exec $E2E", "1", 137, "all restarts are used up"),
+        ("[ $RANK = 1 ] && { sleep 1; exit 2; }; exec $E2E", "1", 2, "it would end the same way"),
+    ] {
+        let began = Instant::now();
+        let said = said(&launch_with("3", 60, script, &["--min-ranks", "2", "--restarts", restarts]), code);
+        assert!(began.elapsed() < DEADLINE, "{said}");
+        let words = "it had not joined the job, which begins with all 3 ranks, and is not started again: ";
+        assert!(said.contains("gradwire: rank 1 on localhost ") && said.contains(&format!("{words}{why}")), "{said}");
+        assert!(!said.contains("go on without it") && !said.contains("joined at"), "{said}");
+    }
+}
+
+#[test]
+fn the_others_go_on_without_a_rank_that_died_when_the_job_had_begun() {
+    let script = "case $RANK in 1) exec timeout -s KILL 3 $E2E;; *) exec $E2E;; esac";
+    let said = said(&launch_with("3", 60, script, &["--min-ranks", "2"]), 0);
+    assert_eq!(
+        said.matches("rank 1 on localhost was killed by SIGKILL: the others go on without it").count(),
+        1,
+        "{said}"
+    );
+    assert!(said.contains("[0] ok 60 steps") && said.contains("[2] ok 60 steps"), "{said}");
 }

@@ -78,3 +78,24 @@ fn a_member_without_memory_goes_on_without_a_lost_rank() {
         assert!(said == format!("ok {STEPS} steps") || !ended[2].status.success(), "{ended:#?}");
     }
 }
+
+#[test]
+fn a_member_without_descriptors_when_members_change_resigns_and_the_others_go_on() {
+    for recovery in ["redo", "abort"] {
+        let mut plan = plan(recovery);
+        plan.world_size = 4;
+        let mut job = Job::start((0..4).map(|rank| command(&plan, rank)));
+        job.wait_for_line(0, "step 3 ");
+        // Fewer than it has: no further one can be opened.
+        limit(&job, 2, Resource::Nofile, 3);
+        job.signal(1, Signal::KILL);
+        let ended = job.wait();
+        assert_same(&ended, &[0, 3], STEPS);
+        let said = ended[2].verdict();
+        // Of memory for what it exchanges, or of room for that of others.
+        let kinds = ["MemoryUnavailable", "System"];
+        let begins = |kind: &&str| said.starts_with(&format!("fault {kind} rank=2: rank 2 cannot go on in epoch"));
+        assert!(kinds.iter().any(begins), "{said}");
+        assert!(said.contains("the limit on open files") && !said.contains("reported by"), "{said}");
+    }
+}

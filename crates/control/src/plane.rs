@@ -177,10 +177,11 @@ impl ControlPlane {
         self.order(Order::Report(fault.clone()));
     }
 
-    /// Says that this rank does not count on another any more: with [`Policy::Elastic`] the next epoch begins without
-    /// it, unless it was quicker to say so of this one. Does not wait; dropped if very many wait already.
-    pub fn suspect(&self, rank: Rank, reason: impl Into<String>) {
-        self.order(Order::Suspect(rank, reason.into()));
+    /// Says that this rank does not count on another process any more, named by its Join: with [`Policy::Elastic`] the
+    /// next epoch begins without it, unless it was quicker to say so of this one. A later process of the same rank is not
+    /// meant. Does not wait; dropped if very many wait already.
+    pub fn suspect(&self, process: RecordId, reason: impl Into<String>) {
+        self.order(Order::Suspect(process, reason.into()));
     }
 
     /// Names this process among the members of a view.

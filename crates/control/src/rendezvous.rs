@@ -205,12 +205,14 @@ impl Rendezvous {
         }
     }
 
-    /// Tells the others that this rank does not count on another any more.
-    pub(crate) fn suspect(&mut self, rank: Rank, reason: String) {
+    /// Tells the others that this rank does not count on this process any more, if it is a member. Returns its rank then.
+    /// A rank alone would not do: another process may have it by now.
+    pub(crate) fn suspect(&mut self, process: RecordId, reason: String) -> Option<Rank> {
         let view = self.log.view();
-        let Some(member) = view.rank(rank).map(|member| member.id) else { return };
-        let body = Body::Suspect { author: self.me.join_id, epoch: view.epoch, member, reason };
+        let rank = view.member(process)?.rank;
+        let body = Body::Suspect { author: self.me.join_id, epoch: view.epoch, member: process, reason };
         self.append(body);
+        Some(rank)
     }
 
     /// When [`Rendezvous::handle_timeout`] must be called.

@@ -11,7 +11,7 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::FuturesOrdered;
 use gradwire_proto::membership::{Body, RecordId, View};
-use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
+use gradwire_proto::{Epoch, Fault, FaultKind, Step};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
@@ -109,8 +109,8 @@ pub(crate) struct Leave {
 pub(crate) enum Order {
     /// A fault that ends the job.
     Report(Fault),
-    /// This rank is not counted on any more.
-    Suspect(Rank, String),
+    /// This process is not counted on any more.
+    Suspect(RecordId, String),
     /// This process is ready to become a member.
     Ready,
 }
@@ -306,9 +306,11 @@ impl Running {
     fn obey(&mut self, order: Order) {
         match order {
             Order::Report(fault) => self.report(fault),
-            Order::Suspect(rank, reason) => {
-                self.audit(AuditRecord::now(AuditKind::Suspected, reason.clone()).about(rank));
-                self.rendezvous.suspect(rank, reason);
+            Order::Suspect(process, reason) => {
+                // One that is no member any more is nobody's affair.
+                if let Some(rank) = self.rendezvous.suspect(process, reason.clone()) {
+                    self.audit(AuditRecord::now(AuditKind::Suspected, reason).about(rank));
+                }
             }
             Order::Ready => self.rendezvous.ready(),
         }

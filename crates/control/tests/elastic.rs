@@ -11,7 +11,7 @@ use futures::StreamExt;
 use gradwire_control::{
     AuditKind, AuditQuery, ControlEvent, ControlPlane, JobConfig, JoinRequest, Policy, Topic, View, read_audit,
 };
-use gradwire_proto::{FaultKind, Rank};
+use gradwire_proto::FaultKind;
 use pulsar::consumer::InitialPosition;
 
 fn elastic(config: &JobConfig, rank: u32, world_size: u32) -> JoinRequest {
@@ -53,7 +53,7 @@ fn a_suspected_rank_is_left_out_on_every_rank_and_learns_it() {
     let broker = test_broker();
     let config = job(broker.url(), &unique("suspect"), 1);
     let planes = start(&config, 4);
-    planes[1].suspect(Rank(3), "silent for 3 s");
+    planes[1].suspect(planes[3].join_id(), "silent for 3 s");
     let views: Vec<View> = planes[..3].iter().map(view).collect();
     assert!(views.iter().all(|view| *view == views[0]));
     assert_eq!((views[0].epoch.0, ranks(&views[0])), (2, vec![0, 1, 2]));
@@ -99,7 +99,7 @@ fn a_late_joiner_starts_from_the_latest_snapshot() {
     let broker = test_broker();
     let config = job(broker.url(), &unique("late"), 1);
     let planes = start(&config, 2);
-    planes[0].suspect(Rank(1), "a test");
+    planes[0].suspect(planes[1].join_id(), "a test");
     assert_eq!(ranks(&view(&planes[0])), [0]);
     // Rank 1 comes and goes: each time from a snapshot of the epoch before.
     for _ in 0..5 {
@@ -145,6 +145,6 @@ fn two_launches_of_an_elastic_job_never_mix() {
         assert_eq!(joined.expect_err("the first lives").kind, FaultKind::JobNameTaken);
     }
     // The first goes on changing.
-    planes[0].suspect(Rank(1), "a test");
+    planes[0].suspect(planes[1].join_id(), "a test");
     assert_eq!(ranks(&view(&planes[0])), [0]);
 }

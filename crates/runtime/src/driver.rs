@@ -298,10 +298,10 @@ impl Driver {
             }
         }
         let moved = engine.progress();
-        while let Some((peer, fault)) = engine.take_lost() {
+        while let Some((process, fault)) = engine.take_lost() {
             tracing::warn!(%fault, "a rank is lost");
             if let Some(control) = &self.control {
-                control.suspect(peer, fault.detail);
+                control.suspect(process, fault.detail);
             }
         }
         while let Some((owner, header, step)) = engine.take_spoilt() {

@@ -58,6 +58,8 @@ pub(super) enum Event {
     OneMore,
     /// The job's log was read, if it could be, after this rank was lost.
     Census(u32, Option<Census>),
+    /// It was read, if it could be, to see whether the job can begin.
+    Roll(Option<Census>),
 }
 
 /// One agent. Dropped, it is told to end its ranks, and is killed if it does not go.

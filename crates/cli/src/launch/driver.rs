@@ -13,6 +13,7 @@ use gradwire_control::{BrokerAccess, Token};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::agents::{self, AgentLink, Event, RemoteOptions};
+use super::beginning::Beginning;
 use super::elastic::Site;
 use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Tail};
@@ -89,6 +90,7 @@ pub(crate) fn run(
         idle_since: None,
         interrupt: None,
         prospects: Prospects::default(),
+        beginning: Beginning::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
         driver.connect(site)?;
@@ -164,6 +166,8 @@ pub(super) struct Driver {
     pub(super) idle_since: Option<Instant>,
     /// Whether starting lost ranks again can help.
     pub(super) prospects: Prospects,
+    /// Whether the job can begin without lost ranks.
+    pub(super) beginning: Beginning,
     /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
@@ -176,7 +180,7 @@ impl Driver {
                 Ok(Event::Report(index, AgentReport::Hello(hello))) => self.greet(index, hello)?,
                 Ok(Event::Ended(index, why)) => return Err(no_agent(&mut self.agents[index], why)),
                 Ok(Event::Signal(signal)) => return Err(LaunchError::interrupted(signal)),
-                Ok(Event::Report(..) | Event::Flow(_) | Event::OutputDone | Event::OneMore | Event::Census(..)) => {}
+                Ok(_) => {}
                 Err(_) => {
                     let agent = &mut self.agents[waiting];
                     agent.kill();
@@ -288,6 +292,7 @@ impl Driver {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
+        self.end_roll();
         let until = Instant::now() + SWEEP_TIME_MAX;
         for site in self.sites.iter().filter(|site| !site.unswept.is_empty()) {
             agents::sweep(&site.host, &self.remote, &self.instance_hex, until);
@@ -318,6 +323,7 @@ impl Driver {
             Event::OutputDone => {}
             Event::OneMore => self.add_one(),
             Event::Census(rank, census) => self.take_census(rank, census),
+            Event::Roll(census) => self.take_roll(census),
             Event::Ended(index, why) => self.agent_ended(index, why),
             Event::Flow(flow) => {
                 self.paused = flow == Flow::Pause;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use signal_hook::consts::{SIGKILL, SIGTERM};
 
 use super::agents::{AgentLink, Leavings};
+use super::beginning::Casualty;
 use super::driver::{Driver, HELLO_TIME_MAX};
 use super::hosts::{self, Host, HostSlots};
 use super::journal::Happening;
@@ -115,8 +116,14 @@ impl Driver {
             let loss = Loss { host: host.to_owned(), end, reason: reason.clone(), pause };
             self.ask_before_restart(rank, loss);
         } else if self.can_go_on() && !self.stopping {
-            let why = if for_good { " it would end the same way if it was started again, and" } else { "" };
-            say(&format!("rank {rank} on {host} {reason}:{why} the others go on without it"));
+            let why = match self.ranks.restarts() {
+                _ if for_good => "it would end the same way",
+                (_, 0) => "--restarts allows none",
+                _ => "all restarts are used up",
+            };
+            let aside = if for_good { " it would end the same way if it was started again, and" } else { "" };
+            let words = format!("rank {rank} on {host} {reason}:{aside} the others go on without it");
+            self.go_on_without(Casualty::new(rank, host.to_owned(), end, why.to_owned(), words));
         }
         self.journal.note(Happening::Lost, rank, host, Some(reason));
     }
@@ -299,7 +306,7 @@ impl Driver {
             State::Waiting { at, .. } if at > now => Some(at),
             _ => None,
         });
-        restart.chain([now + POLL_INTERVAL]).min()
+        restart.chain(self.beginning.due()).chain([now + POLL_INTERVAL]).min()
     }
 
     /// Does what is due.
@@ -309,6 +316,7 @@ impl Driver {
         }
         self.look_at_hosts(now);
         self.kill_overdue(now);
+        self.look_at_roll(now);
         self.fill(now);
         if !self.goes_on() {
             if self.ranks.left() == 0 {

@@ -62,6 +62,11 @@ impl Prospects {
         self.job = job.map(|job| (job, ranks));
     }
 
+    /// Where the job's log is, and how many ranks it begins with.
+    pub(super) fn job(&self) -> Option<(JobConfig, u32)> {
+        self.job.clone()
+    }
+
     /// Whether a rank may not be started again yet.
     pub(super) fn are_awaited(&self, rank: u32) -> bool {
         self.asked.contains_key(&rank)
@@ -103,7 +108,7 @@ const fn stays(fault: &Fault) -> bool {
 impl Driver {
     /// A rank is to be started again after its pause, if the job's log has nothing against it.
     pub(super) fn ask_before_restart(&mut self, rank: u32, loss: Loss) {
-        let Some((job, ranks)) = self.prospects.job.clone() else { return self.announce_restart(rank, &loss) };
+        let Some((job, ranks)) = self.prospects.job() else { return self.announce_restart(rank, &loss) };
         let events = self.sender.clone();
         let read = move || {
             let census = read_census(&job, ranks, READ_TIME_MAX);

@@ -55,6 +55,12 @@ impl World {
         self.nodes.len() - 1
     }
 
+    /// A node suspects the process that it knows as the member of this rank.
+    fn suspect(&mut self, node: usize, rank: u32, reason: &str) {
+        let process = self.membership(node).rank(Rank(rank)).expect("a member").id;
+        assert_eq!(self.nodes[node].machine.suspect(process, reason.to_owned()), Some(Rank(rank)));
+    }
+
     fn start_all(&mut self, instance: u8, world_size: u32) {
         for rank in 0..world_size {
             self.start(instance, rank, world_size, instance);
@@ -436,7 +442,7 @@ fn newcomer(world: &mut World, rank: u32, world_size: u32) -> usize {
 #[test]
 fn a_suspected_rank_is_left_out_and_learns_it() {
     let mut world = elastic(3);
-    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.suspect(1, 2, "silent");
     world.run();
     for node in 0..2 {
         assert_eq!(world.ranks(node), (2, vec![0, 1]));
@@ -456,7 +462,7 @@ fn with_fixed_members_nobody_is_left_out() {
     let mut world = World::new();
     world.start_all(1, 3);
     world.settle();
-    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.suspect(1, 2, "silent");
     world.leave(0);
     world.run();
     assert_eq!(world.ranks(1), (1, vec![0, 1, 2]));
@@ -482,11 +488,27 @@ fn a_restarted_rank_is_taken_in_when_its_predecessor_is_gone() {
     let restarted = newcomer(&mut world, 1, 2);
     world.settle();
     assert_eq!(world.ranks(0), (1, vec![0, 1]), "it waits");
-    world.nodes[0].machine.suspect(Rank(1), "its link closed".to_owned());
+    world.suspect(0, 1, "its link closed");
     world.settle();
     assert_eq!(world.ranks(0), (2, vec![0, 1]));
     assert_eq!(world.membership(restarted), world.membership(0));
     assert!(matches!(world.events(1)[..], [ControlEvent::Removed(_)]));
+}
+
+#[test]
+fn a_suspicion_that_comes_late_is_not_of_the_next_process_of_the_rank() {
+    let mut world = elastic(3);
+    let suspected = world.nodes[1].me.join_id;
+    let restarted = newcomer(&mut world, 1, 3);
+    world.settle();
+    world.suspect(0, 1, "its link closed");
+    world.settle();
+    assert_eq!(world.ranks(0), (2, vec![0, 1, 2]), "the next process is a member");
+    // Rank 2 noticed it as well, and could not say so before: its broker was away.
+    assert_eq!(world.nodes[2].machine.suspect(suspected, "its link closed".to_owned()), None);
+    world.settle();
+    assert_eq!(world.ranks(0), (2, vec![0, 1, 2]));
+    assert_eq!(world.membership(restarted), world.membership(0));
 }
 
 #[test]
@@ -635,14 +657,14 @@ fn proposals(world: &World, of: u64) -> usize {
 fn further_suspicions_of_a_process_are_no_further_proposals() {
     let mut world = elastic(5);
     for node in 0..4 {
-        world.nodes[node].machine.suspect(Rank(4), "silent".to_owned());
+        world.suspect(node, 4, "silent");
     }
     world.run();
     assert_eq!(world.ranks(0), (2, vec![0, 1, 2, 3]));
     assert_eq!(proposals(&world, 2), 1, "one is enough");
     // With another loss there is another to be made, at once.
-    world.nodes[0].machine.suspect(Rank(3), "silent".to_owned());
-    world.nodes[1].machine.suspect(Rank(2), "silent".to_owned());
+    world.suspect(0, 3, "silent");
+    world.suspect(1, 2, "silent");
     world.run();
     assert_eq!(world.ranks(0).1, vec![0, 1]);
     assert!(proposals(&world, 3) <= 2, "{}", proposals(&world, 3));
@@ -669,7 +691,7 @@ fn who_joins_a_running_job_and_does_not_fit_is_told_why_at_once() {
         assert_eq!((world.ranks(node), world.events(node)), ((1, vec![0, 1, 2]), vec![]));
     }
     // Who starts from a snapshot does not see what the others said when they joined.
-    world.nodes[0].machine.suspect(Rank(2), "silent".to_owned());
+    world.suspect(0, 2, "silent");
     world.run();
     let snapshot = world.nodes[0].machine.poll_snapshot().expect("a new view");
     world.policy = Policy::Elastic { ranks_max: 5 };

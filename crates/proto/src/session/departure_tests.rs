@@ -68,3 +68,36 @@ fn a_rank_that_resigns_is_lost_to_those_who_can_go_on_and_fails_the_others() {
         }
     }
 }
+
+#[test]
+fn a_rank_that_resigns_in_an_epoch_that_others_have_not_entered_is_lost_to_them_all_the_same() {
+    // Its memory cannot be laid out, as it enters an epoch that the others hear of before or after that.
+    for others_first in [true, false] {
+        let mut world = World::new(4, &[10, 200_000], Recovery::Redo, 7);
+        world.nodes[3].state = State::Dead;
+        world.remove(3);
+        if others_first {
+            assert!(world.learn(0) && world.learn(1));
+        }
+        assert!(world.learn(2));
+        let fault = Fault::new(FaultKind::MemoryUnavailable, "no descriptors are left").at(Rank(2));
+        world.nodes[2].session.resign(fault.clone());
+        world.drain();
+        for rank in 0..2 {
+            let lost = core::mem::take(&mut world.nodes[rank].lost);
+            assert_eq!(lost.first(), Some(&(Rank(2), fault.clone().reported_by(Rank(2)))), "{lost:?}");
+        }
+        if !others_first {
+            // What was said in the epoch before counts in this one too.
+            assert!(world.learn(0) && world.learn(1));
+            assert!((0..2).all(|rank| world.nodes[rank].lost.iter().any(|(peer, _)| *peer == Rank(2))));
+        }
+        world.nodes[2].state = State::Dead;
+        // Its own, which is nobody else's.
+        assert_eq!(world.nodes[2].fault.take(), Some(fault));
+        world.remove(2);
+        world.finish();
+        world.check();
+        assert!((0..2).all(|rank| world.nodes[rank].committed.len() as u64 == STEPS));
+    }
+}

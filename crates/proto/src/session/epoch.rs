@@ -49,7 +49,7 @@ pub(super) struct Committing {
     pub(super) deadline: u64,
     pub(super) wish: Wish,
     /// The peers were told that this rank has all results.
-    said: bool,
+    pub(super) said: bool,
 }
 
 impl Session {
@@ -57,6 +57,16 @@ impl Session {
     /// next.
     pub fn commit(&mut self) {
         self.pass();
+    }
+
+    /// Whether the caller has the results of all that it posted in this step.
+    ///
+    /// # Errors
+    /// `TensorBusy` while operations are in flight. Those that are done again are no affair of the caller.
+    pub fn check_idle(&self) -> Result<(), Fault> {
+        let Some(tensor) = self.active.iter().find(|tensor| !self.tensors[tensor.index()].again) else { return Ok(()) };
+        let detail = "its operation is in flight: wait for a step's operations before its commit";
+        Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(*tensor).name.clone()))
     }
 
     /// Begins to commit the step: [`Event::Committed`] follows when every member has all of its results.
@@ -68,10 +78,7 @@ impl Session {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
-        if let Some(tensor) = self.active.iter().find(|tensor| !self.tensors[tensor.index()].again) {
-            let detail = "its operation is in flight: wait for a step's operations before its commit";
-            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(self.plan.tensor(*tensor).name.clone()));
-        }
+        self.check_idle()?;
         if self.committing.is_some() {
             return Err(Fault::new(FaultKind::TensorBusy, "the step is being committed by another thread"));
         }
@@ -102,6 +109,7 @@ impl Session {
         for peer in self.others() {
             self.outgoing.push_back(Outgoing::HasAll { peer, commits: self.commits, wish });
         }
+        self.check_passed_over();
         self.check_committed();
     }
 
@@ -114,6 +122,7 @@ impl Session {
         let state = &mut self.peers[peer.index()];
         state.has_all_of = state.has_all_of.max(header.step.0 + 1);
         state.wishes[header.step.0 as usize % 2] = wish;
+        self.check_committer(peer);
         self.check_committed();
         Ok(())
     }
@@ -133,20 +142,6 @@ impl Session {
         for tensor in self.touched.drain(..) {
             self.tensors[tensor.index()].since_commit = 0;
         }
-    }
-
-    /// The fault of a commit that is past its deadline.
-    pub(super) fn uncommitted(&self) -> Fault {
-        self.unsynced().unwrap_or_else(|| {
-            let behind: Vec<Rank> =
-                self.others().filter(|peer| self.peers[peer.index()].has_all_of <= self.commits).collect();
-            let detail = format!(
-                "{} did not commit the step before the deadline, while others did: every rank must commit equally often; a rank that is only slow needs a longer deadline",
-                name_ranks(behind.iter().copied())
-            );
-            let fault = Fault::new(FaultKind::NotOffered, detail);
-            at_first(fault, &behind)
-        })
     }
 
     /// Where an epoch was entered and some members have not followed by a deadline: the fault.

@@ -59,6 +59,7 @@ struct Node {
     again: u64,
     rests: u64,
     farewell: bool,
+    lost: Vec<(Rank, Fault)>,
     fault: Option<Fault>,
 }
 
@@ -92,6 +93,7 @@ impl Node {
             again: 0,
             rests: 0,
             farewell: false,
+            lost: Vec::new(),
             fault: None,
         }
     }
@@ -244,7 +246,8 @@ impl World {
                     node.before = None;
                     node.first.get_or_insert(node.session.commits());
                 }
-                Event::Lost { .. } | Event::Manifests | Event::Prepared => {}
+                Event::Lost { peer, fault } => node.lost.push((peer, fault)),
+                Event::Manifests | Event::Prepared => {}
                 Event::Farewell => node.farewell = true,
                 Event::Spoilt { .. } => unreachable!("{event:?}"),
             }
@@ -777,3 +780,6 @@ mod found;
 
 #[path = "departure_tests.rs"]
 mod departures;
+
+#[path = "mismatch_tests.rs"]
+mod mismatches;

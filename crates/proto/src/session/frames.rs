@@ -273,8 +273,9 @@ impl Session {
         if header.payload_len as usize != body.len() || payload_crc(body) != header.payload_crc {
             return Err(Fault::violation(peer, "a message whose body does not match its header"));
         }
-        // A peer may enter an epoch before this rank hears of it.
+        // A peer may enter an epoch before this rank hears of it. That it is gone is true in every epoch.
         let early = header.kind == FrameKind::Sync && header.epoch > self.config.epoch;
+        let resigns = header.kind == FrameKind::Goodbye && !body.is_empty();
         // While too few members rest, there is no step.
         let off = self.suspended
             && !matches!(
@@ -286,7 +287,7 @@ impl Session {
                     | FrameKind::Goodbye
                     | FrameKind::GoodbyeAck
             );
-        if removed || off || header.epoch != self.config.epoch && !early {
+        if removed || off || header.epoch != self.config.epoch && !early && !resigns {
             self.reject_stale(peer);
             return Ok(());
         }
@@ -300,7 +301,7 @@ impl Session {
             FrameKind::Nack => self.handle_nack(peer, header, body),
             FrameKind::Waiting => self.handle_waiting(peer, header, body, now),
             FrameKind::Abort => self.handle_abort(peer, body),
-            FrameKind::Goodbye if !body.is_empty() => self.handle_resignation(peer, body),
+            FrameKind::Goodbye if resigns => self.handle_resignation(peer, body),
             FrameKind::Goodbye => {
                 self.peers[peer.index()].left = true;
                 self.peers[peer.index()].owes_goodbye_ack = true;

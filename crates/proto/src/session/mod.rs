@@ -23,6 +23,7 @@ mod departure;
 mod ending;
 mod epoch;
 mod frames;
+mod mismatch;
 mod newcomer;
 mod presence;
 mod state;
@@ -244,6 +245,7 @@ impl Session {
         }
         let bucket = self.plan.tensor(tensor).bucket;
         self.offer(tensor, bucket, now);
+        self.check_committers(tensor);
         self.check_departed(tensor);
         self.finish_if_complete(tensor);
         match &self.fault {
@@ -317,6 +319,10 @@ impl Session {
             self.fail_differing(unit, rank, other, step);
             return;
         }
+        if self.is_passed_over(unit, step, commits) {
+            self.fail_passed_over(self.plan.unit(unit).tensor, self.config.rank, rank);
+            return;
+        }
         let plan = self.plan.unit(unit);
         let state = &mut self.buckets[plan.bucket.index()];
         if contributes {
@@ -328,35 +334,6 @@ impl Session {
         } else if state.is_published(own, step) {
             self.mark_result(unit, rank);
         }
-    }
-
-    /// A rank whose part of this step is here and was posted between other commits than `rank`'s: one of the two left
-    /// an operation out or did one more, and what would be added does not belong together.
-    fn differing_commits(&self, unit: UnitIndex, rank: Rank, step: Step) -> Option<Rank> {
-        let me = self.config.rank;
-        let plan = self.plan.unit(unit);
-        let tensor = &self.tensors[plan.tensor.index()];
-        let state = &self.buckets[plan.bucket.index()];
-        let world = self.peers.len();
-        let arrived = |rank: Rank| state.arrived.get((unit.0 - state.owned.start) as usize * world + rank.index());
-        if !tensor.active || tensor.step != step || !arrived(me) {
-            return None;
-        }
-        let differs = |other: &Rank| tensor.commits[other.index()] != tensor.commits[rank.index()];
-        if rank == me { self.others().filter(|peer| arrived(*peer)).find(differs) } else { Some(me).filter(differs) }
-    }
-
-    fn fail_differing(&mut self, unit: UnitIndex, rank: Rank, other: Rank, step: Step) {
-        let tensor = self.plan.unit(unit).tensor;
-        let commits = |rank: Rank| self.tensors[tensor.index()].commits[rank.index()];
-        let detail = format!(
-            "{rank} did it after {} commits, but {other} after {}: one of them left an operation out, or did one more; every rank must do the same operations between commits",
-            commits(rank),
-            commits(other)
-        );
-        let odd = if rank == self.config.rank { other } else { rank };
-        let fault = Fault::new(FaultKind::OperationMismatch, detail).at(odd);
-        self.fail(fault.tensor(self.plan.tensor(tensor).name.clone()).step(step));
     }
 
     /// The driver did what [`Work`] asked for; `nonfinite`: the result has an infinity or a NaN.
@@ -456,8 +433,9 @@ impl Session {
         self.declaring = None;
         self.committing = None;
         self.syncing = false;
-        // Those who went on without this rank, or never counted on it, are not concerned.
-        if fault.kind != FaultKind::Removed && self.newcomer.is_none() {
+        // Those who went on without this rank, or never counted on what a newcomer makes of the job, are not concerned.
+        let resigns = matches!(word(self.config.rank), Outgoing::Resignation(_));
+        if fault.kind != FaultKind::Removed && (resigns || self.newcomer.is_none()) {
             for peer in self.others() {
                 if self.peers[peer.index()].reachable() {
                     self.outgoing.push_back(word(peer));

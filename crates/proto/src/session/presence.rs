@@ -108,7 +108,8 @@ impl Session {
         if self.config.recovery == Recovery::Fail {
             self.fail(if fault.reporter.is_none() { fault.reported_by(peer) } else { fault });
         } else {
-            self.lose(peer, fault);
+            // Nothing more comes from it, though its link lasts as long as its process.
+            self.handle_link_down(peer, fault);
         }
         Ok(())
     }

@@ -150,8 +150,11 @@ impl Builder {
         let patience = goes_on.then(|| LINK_PATIENCE_MAX.min(self.deadline / 3));
         let mut watch = Watch { control: control.as_deref(), view: &mut view, came: &came, patience };
         let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
-            // The others wait for links that will not come: they are told why.
-            if let Some(control) = control.as_ref().filter(|_| fault.reporter.is_none() && declared.is_none()) {
+            // Where this machine lacks something, and the others can go on without this rank, it only leaves.
+            let leaves = goes_on && matches!(fault.kind, FaultKind::MemoryUnavailable | FaultKind::System);
+            // Elsewhere the others wait for links that will not come: they are told why.
+            let tells = fault.reporter.is_none() && declared.is_none() && !leaves;
+            if let Some(control) = control.as_ref().filter(|_| tells) {
                 control.report(fault);
             }
         })?;
@@ -358,7 +361,9 @@ impl MeshWatch for Watch<'_> {
         match (self.control, self.patience, fault.rank) {
             (Some(control), Some(_), Some(rank)) => {
                 tracing::warn!(%fault, "a rank is lost while links come up");
-                control.suspect(rank, fault.detail);
+                if let Some(member) = self.view.rank(rank) {
+                    control.suspect(member.id, fault.detail);
+                }
                 Ok(())
             }
             _ => Err(fault),

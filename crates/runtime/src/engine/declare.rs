@@ -57,9 +57,12 @@ impl Engine {
         self.slots.truncate(self.session.plan().tensors.len() - declarations.len());
         let me = self.rank();
         let plan = self.session.plan();
-        self.memory.add_round(plan, first, me, &self.capabilities, &mut *self.transport)?;
+        let laid_out = self.memory.add_round(plan, first, me, &self.capabilities, &mut *self.transport);
         self.make_slots();
-        self.session.prepare(&self.landings());
+        match laid_out {
+            Ok(()) => self.session.prepare(&self.landings()),
+            Err(fault) => self.resign_for_want(fault),
+        }
         Ok(())
     }
 

@@ -23,8 +23,8 @@ const ARRIVAL_MAX: Duration = Duration::from_secs(5);
 /// What is kept for commits and epochs.
 #[derive(Debug, Default)]
 pub(super) struct Epochs {
-    /// Peers that are lost, and that nobody was told of yet.
-    pub(super) lost: Vec<(Rank, Fault)>,
+    /// Processes that are lost, and that nobody was told of yet.
+    lost: Vec<(RecordId, Fault)>,
     /// Of the epoch that was left, until it is known whether its step stands.
     pub(super) before: Option<Made>,
     /// Results of this step that replace others which callers have.
@@ -37,8 +37,9 @@ pub(super) struct Epochs {
     /// Steps that were aborted; and why the last one was.
     pub(super) aborts: Arc<Aborts>,
     aborted: Option<Fault>,
-    /// The processes that are members now.
+    /// The processes that are members now, and which of them are since this epoch.
     processes: Vec<(Rank, RecordId)>,
+    fresh: Vec<Rank>,
     /// The view that is to be entered, and since when this rank knows it.
     pending: Option<(View, Instant)>,
     /// Links that newcomers opened.
@@ -156,11 +157,21 @@ impl Engine {
     }
 
     /// A peer is lost. One that was given up learns of it by the end of its link.
+    ///
+    /// Where the link ended for want of something on this machine, it is this rank that cannot go on: taken for the peers'
+    /// loss it would cost the job one healthy member after the other. A newcomer that there is no room for stays out.
     pub(super) fn lose(&mut self, peer: Rank, fault: Fault) {
+        let want = matches!(fault.kind, FaultKind::System | FaultKind::MemoryUnavailable);
+        if want && fault.reporter.is_none() && !self.epochs.fresh.contains(&peer) {
+            return self.resign_for_want(fault);
+        }
         if fault.kind.scope() == Scope::Link {
             self.transport.disconnect(peer);
         }
-        self.epochs.lost.push((peer, fault));
+        // Now: when it is told, another process may have its rank.
+        if let Some((_, process)) = self.epochs.processes.iter().find(|(rank, _)| *rank == peer) {
+            self.epochs.lost.push((*process, fault));
+        }
     }
 
     /// A newcomer opened its link.
@@ -191,7 +202,8 @@ impl Engine {
         if let Some(rank) = fresh.iter().find(absent).copied() {
             if since.elapsed() > ARRIVAL_MAX {
                 let detail = format!("{rank} became a member, but opened no link within {} s", ARRIVAL_MAX.as_secs());
-                self.epochs.lost.push((rank, Fault::new(FaultKind::RankDied, detail).at(rank)));
+                let fault = Fault::new(FaultKind::RankDied, detail).at(rank);
+                self.epochs.lost.extend(view.rank(rank).map(|member| (member.id, fault)));
                 if let Some((_, since)) = &mut self.epochs.pending {
                     *since = Instant::now();
                 }
@@ -225,6 +237,7 @@ impl Engine {
         self.capabilities.resize(ranks, Capabilities::default());
         self.rejected_by.resize(ranks, Rejected::default());
         self.epochs.processes = view.members.iter().map(|member| (member.rank, member.id)).collect();
+        self.epochs.fresh = fresh.to_vec();
         let mut failed = Vec::new();
         for arrival in mem::take(&mut self.epochs.arrivals) {
             let peer = arrival.peer;
@@ -294,8 +307,7 @@ impl Engine {
         self.memory.set_aside(self.session.config().epoch);
         let plan = self.session.plan();
         if let Err(fault) = self.memory.add_round(plan, 0, me, &self.capabilities, &mut *self.transport) {
-            self.session.fail(fault);
-            return;
+            return self.resign_for_want(fault);
         }
         let landings = self.landings();
         let now = self.now();
@@ -325,8 +337,26 @@ impl Engine {
         let registered = output.and_then(|output| self.register(tensor, &output).map(|()| output));
         match registered {
             Ok(output) => self.slots[tensor.index()].output = Some(output),
-            Err(fault) => self.session.fail(fault),
+            Err(fault) => self.resign_for_want(fault),
         }
+    }
+
+    /// This rank is lost to the job.
+    pub(crate) fn resign(&mut self, fault: Fault) {
+        self.resigned |= self.session.config().recovery != Recovery::Fail && self.session.fault().is_none();
+        self.session.resign(fault);
+    }
+
+    /// This rank lacks something of its machine without which it cannot go on. The others do not.
+    pub(super) fn resign_for_want(&mut self, fault: Fault) {
+        let (me, epoch) = (self.rank(), self.session.config().epoch);
+        let detail = format!("{me} cannot go on in {epoch}: {}", fault.detail);
+        self.resign(Fault { detail, ..fault }.at(me));
+    }
+
+    /// Whether this rank's fault is its own affair: the job goes on without it.
+    pub(crate) const fn has_resigned(&self) -> bool {
+        self.resigned
     }
 
     /// Begins what waited for operations that were done again. After an abort or failure it ends with the reason.
@@ -413,8 +443,8 @@ impl Engine {
         }
     }
 
-    /// A peer that is lost, and how that showed.
-    pub(crate) fn take_lost(&mut self) -> Option<(Rank, Fault)> {
+    /// A process that is lost, by its Join, and how that showed.
+    pub(crate) fn take_lost(&mut self) -> Option<(RecordId, Fault)> {
         self.epochs.lost.pop()
     }
 

@@ -97,6 +97,8 @@ pub(crate) struct Engine {
     origin: Instant,
     stats: Stats,
     failed: bool,
+    /// The job goes on without this rank, which said why.
+    resigned: bool,
     farewell: bool,
     /// Operations that ended since somebody last looked.
     ended: u64,
@@ -151,6 +153,7 @@ impl Engine {
             origin: Instant::now(),
             stats: Stats::default(),
             failed: false,
+            resigned: false,
             farewell: false,
             ended: 0,
             spoilt: Vec::new(),
@@ -242,11 +245,6 @@ impl Engine {
 
     pub(crate) fn fail(&mut self, fault: Fault) {
         self.session.fail(fault);
-    }
-
-    /// This rank is lost to the job.
-    pub(crate) fn resign(&mut self, fault: Fault) {
-        self.session.resign(fault);
     }
 
     pub(crate) fn leave(&mut self) {
@@ -506,11 +504,12 @@ impl Engine {
     }
 
     /// Ends a step, in a job that fails with its first lost rank.
-    pub(crate) fn commit(&mut self) -> Committed {
+    pub(crate) fn commit(&mut self) -> Result<Committed, Fault> {
+        self.session.check_idle()?;
         self.session.commit();
         self.memory.step = self.memory.step.next();
         let next = self.session.next();
-        Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected(), next }
+        Ok(Committed { made: self.made(), replaced: Vec::new(), rejected: self.take_rejected(), next })
     }
 
     pub(crate) fn epoch(&self) -> Epoch {

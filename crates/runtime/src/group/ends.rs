@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use gradwire_control::AuditKind;
 use gradwire_proto::session::{Recovery, Wish};
 use gradwire_proto::{Fault, FaultKind};
 
@@ -121,11 +122,12 @@ impl Group {
         self.driver
             .drive_to(limit, |engine| (engine.said_farewell() || engine.fault().is_some()) && engine.is_flushed());
         if let Some(control) = self.control.take() {
-            if let Some(fault) = self.driver.with_engine(|engine| engine.fault().cloned())
-                && fault.reporter.is_none()
-                && fault.kind != FaultKind::Removed
-            {
-                control.report(&fault);
+            let (fault, resigned) = self.driver.with_engine(|engine| (engine.fault().cloned(), engine.has_resigned()));
+            match fault.filter(|fault| fault.reporter.is_none() && fault.kind != FaultKind::Removed) {
+                // What is reported ends the job for all.
+                Some(fault) if resigned => control.audit(AuditKind::Failed, Some(self.rank()), fault.to_string()),
+                Some(fault) => control.report(&fault),
+                None => {}
             }
             audit_rejected(&control, self.driver.with_engine(Engine::take_rejected));
             recorded = control.leave(FAREWELL_MAX, self.identity.deadline);
