@@ -20,6 +20,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer whose every address was refused or unreachable for so long is given up: it published them only after it
 /// listened there.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(3);
+/// A process that has had no descriptor for so long will hardly get one: it says so before others take it for silent.
+const SHORTAGE_MAX: Duration = Duration::from_secs(1);
 /// How long a peer that is in another epoch is given to hear of ours.
 const EPOCH_PAUSE: Duration = Duration::from_millis(5);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
@@ -71,6 +73,8 @@ pub(crate) struct Dial {
     next: usize,
     began: Instant,
     backoff: Duration,
+    /// Since when there is no descriptor for an attempt.
+    short_since: Option<Instant>,
     state: State,
 }
 
@@ -111,7 +115,8 @@ pub(crate) enum Dialled {
 impl Dial {
     pub(crate) fn new(peer: Rank, purpose: Purpose, routes: Vec<Route>, now: Instant) -> Self {
         let routes = routes.into_iter().map(|route| Failed { route, why: None }).collect();
-        Self { peer, purpose, routes, next: 0, began: now, backoff: BACKOFF_MIN, state: State::Resting { until: now } }
+        let (next, backoff, short_since) = (0, BACKOFF_MIN, None);
+        Self { peer, purpose, routes, next, began: now, backoff, short_since, state: State::Resting { until: now } }
     }
 
     /// After all ways failed: tries them for as long again.
@@ -139,8 +144,10 @@ impl Dial {
         match std::mem::replace(&mut self.state, State::Over) {
             State::Resting { until } if now < until || !may_begin => self.state = State::Resting { until },
             State::Resting { .. } => match self.begin() {
-                Ok(socket) => self.state = State::Connecting { socket, since: now },
-                Err(error) => return self.fail(connect_failure(&error), now),
+                Ok(socket) => (self.state, self.short_since) = (State::Connecting { socket, since: now }, None),
+                Err(error) => {
+                    return self.shortage(&error, now).unwrap_or_else(|| self.fail(connect_failure(&error), now));
+                }
             },
             State::Connecting { socket, since } => match connected(&socket) {
                 Ok(true) => match Conversation::dial(socket, params, (self.peer, self.purpose), now) {
@@ -202,6 +209,20 @@ impl Dial {
                 self.fail(Why { fault: Some(fault), text, is_passing: false }, now)
             }
         }
+    }
+
+    /// Fails where this process has had no descriptor for an attempt for so long that it will hardly get one.
+    fn shortage(&mut self, error: &io::Error, now: Instant) -> Option<Dialled> {
+        if !matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
+            self.short_since = None;
+            return None;
+        }
+        let since = *self.short_since.get_or_insert(now);
+        let detail = format!(
+            "there is no descriptor to reach {} with ({error}): raise the limit on open files (ulimit -n)",
+            self.peer
+        );
+        (now.duration_since(since) >= SHORTAGE_MAX).then(|| Dialled::Failed(Fault::new(FaultKind::System, detail)))
     }
 
     /// Notes why this route failed, and goes on to the next; after the last one there is a pause, or the end.
