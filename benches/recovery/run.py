@@ -13,6 +13,7 @@
 
 import argparse
 import json
+import mmap
 import os
 import pathlib
 import signal
@@ -120,7 +121,8 @@ def copy_s(size):
     """One copy through a Unix socket, in pieces of 512 KiB."""
     a, b = socket.socketpair()
     # Memory that was written to, as a state was; and memory that is not there yet, as in a process that begins.
-    data, place = memoryview(bytearray(b"\7") * size), memoryview(bytearray(size))
+    data = memoryview(bytearray(b"\7") * size)
+    place = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     writer = threading.Thread(target=lambda: [a.sendall(data[at : at + (512 << 10)]) for at in range(0, size, 512 << 10)])
     start, got = time.perf_counter(), 0
     writer.start()

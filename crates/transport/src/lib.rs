@@ -21,7 +21,7 @@ use std::time::Instant;
 use establish::Arrival;
 use gradwire_proto::{Fault, Rank, RegionKey};
 
-pub use region::{Buffer, Element, Pool, Slice, available_memory};
+pub use region::{Buffer, Element, Pool, Slice, available_memory, expect_writes};
 
 /// What a backend can do beyond messages and writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

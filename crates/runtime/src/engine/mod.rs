@@ -33,8 +33,8 @@ use crate::transfer::Holder;
 use crate::types::{Integrity, Stats};
 use epoch::Epochs;
 pub(crate) use epoch::{Aborts, Committed, Made};
-pub(crate) use operations::Submission;
 use memory::Memory;
+pub(crate) use operations::Submission;
 use receive::Receiver;
 use transmit::Scratch;
 

@@ -11,6 +11,7 @@ use gradwire_proto::saved::SavedPart;
 use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Snapshot, Sums, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank, WireFormat};
 use gradwire_transport::establish::dial_state;
+use gradwire_transport::expect_writes;
 
 use super::fetch::{Source, Trouble, ask_all, at_once, body, compare, decode, fetch};
 use super::follow::{CaughtUp, FOLLOW_EVERY, lost};
@@ -256,6 +257,7 @@ impl Newcomer<'_> {
         let mut targets = Vec::with_capacity(layout.len());
         let mut pieces = layout.iter().peekable();
         for (part, state) in (0..).zip(parts_mut_of(trainer, parts)?) {
+            expect_writes(state.bytes);
             let mut rest = state.bytes;
             while let Some((_, range)) = pieces.next_if(|(of, _)| *of == part) {
                 let (piece, behind) = rest.split_at_mut((range.end - range.start) as usize);

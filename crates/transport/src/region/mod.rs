@@ -13,6 +13,7 @@ use crossbeam_queue::{ArrayQueue, SegQueue};
 use gradwire_proto::{DType, Fault, FaultKind, RegionKey};
 
 pub use available::bytes as available_memory;
+pub use sys::expect_writes;
 pub(crate) use sys::{Mapping, PeerMapping};
 
 /// From this size on, a block is checked against what the machine has before its pages are taken: the kernel would hand
@@ -250,6 +251,16 @@ mod tests {
         assert_eq!(buffer.as_slice::<f32>().len(), 1024);
         assert_eq!(buffer.as_slice::<f32>()[1023].to_bits(), 1.5f32.to_bits());
         assert_eq!(buffer.len(), 4099);
+    }
+
+    #[test]
+    fn memory_that_is_to_be_written_to_keeps_what_it_has_wherever_it_begins_and_ends() {
+        let mut memory: Vec<u8> = (0..3 << 20).map(|at| (at % 251) as u8).collect();
+        let before = memory.clone();
+        for (start, end) in [(0, 0), (1, 2), (1, 4097), (4095, 12_289), (77, 3 << 20)] {
+            expect_writes(&mut memory[start..end]);
+        }
+        assert!(memory == before);
     }
 
     #[test]

@@ -86,6 +86,19 @@ impl Drop for Mapping {
     }
 }
 
+/// Tells the system that all of this memory is about to be written to, so that what of it is not there yet comes in large
+/// pages: a fault for every small one takes longer than what is written. Best effort.
+pub fn expect_writes(memory: &mut [u8]) {
+    let page = rustix::param::page_size();
+    let skipped = memory.as_ptr().align_offset(page).min(memory.len());
+    let whole = (memory.len() - skipped) / page * page;
+    let pages = &mut memory[skipped..skipped + whole];
+    if !pages.is_empty() {
+        // SAFETY: advice on whole pages that the caller has borrowed mutably; it never changes their contents.
+        let _ = unsafe { rustix::mm::madvise(pages.as_mut_ptr().cast(), whole, Advice::LinuxHugepage) };
+    }
+}
+
 /// The mapping's bytes for writing. Takes the `Arc` by unique reference because only a `Buffer`, of which there is
 /// one per mapping, may write.
 pub(super) fn bytes_mut(mapping: &mut Arc<Mapping>) -> &mut [u8] {
