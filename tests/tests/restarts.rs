@@ -88,6 +88,26 @@ fn without_a_rank_that_died_before_it_joined_the_job_ends_at_once_and_says_which
 }
 
 #[test]
+fn a_rank_that_hangs_is_killed_and_started_again() {
+    // It stands still for good, in its process.
+    let script = "case $RANK$GRADWIRE_RESTART in 10) (sleep 2; kill -STOP $$) & esac; exec $E2E";
+    let began = Instant::now();
+    let said = said(&launch_with("3", 200, script, &["--min-ranks", "2", "--restarts", "1"]), 0);
+    assert!(said.contains("rank 1 on localhost hangs: the others went on without it, so it is killed"), "{said}");
+    assert!(said.contains("rank 1 on localhost was killed by SIGKILL: starting it again"), "{said}");
+    assert_eq!(said.matches(" ok 200 steps").count(), 3, "{said}");
+    assert!(began.elapsed() < Duration::from_secs(60), "{said}");
+}
+
+#[test]
+fn a_rank_that_hangs_keeps_no_job_from_its_end() {
+    let script = "case $RANK in 1) (sleep 2; kill -STOP $$) & esac; exec $E2E";
+    let said = said(&launch_with("3", 40, script, &["--min-ranks", "2"]), 0);
+    assert!(said.contains("hangs: the others went on without it"), "{said}");
+    assert!(said.contains("[0] ok 40 steps") && said.contains("[2] ok 40 steps"), "{said}");
+}
+
+#[test]
 fn the_others_go_on_without_a_rank_that_died_when_the_job_had_begun() {
     let script = "case $RANK in 1) exec timeout -s KILL 3 $E2E;; *) exec $E2E;; esac";
     let said = said(&launch_with("3", 60, script, &["--min-ranks", "2"]), 0);

@@ -129,6 +129,8 @@ pub struct Census {
     pub members: Vec<(Rank, RecordId)>,
     /// All processes that ever joined.
     pub joined: BTreeSet<(Rank, RecordId)>,
+    /// Those of them that the others went on without, and that had not said that they leave.
+    pub removed: BTreeSet<(Rank, RecordId)>,
     /// What processes met that ended them, by the ids of their Joins.
     pub faults: Vec<(RecordId, Fault)>,
 }
@@ -149,17 +151,22 @@ impl Census {
 /// # Errors
 /// As [`read_versions`].
 pub fn read_census(config: &JobConfig, world_size: u32, timeout: Duration) -> Result<Census, Fault> {
-    let (mut census, mut log) = (Census::default(), Log::new(world_size));
+    let (mut census, mut log, mut left) = (Census::default(), Log::new(world_size), BTreeSet::new());
     read::<()>(config, Topic::Control, timeout, |key, message| {
         let record = key.open(message).map_err(|_| NotRecord)?;
         let header = record.header;
         let ours = record.verified && header.version == RECORD_VERSION && header.instance == config.instance;
         if ours && let Ok(Some(body)) = Body::decode(header.kind, record.body) {
+            if let Body::Left { author } = &body {
+                left.insert(*author);
+            }
             census.take(&mut log, header.rank, header.id, &body);
         }
         Ok(None)
     })?;
     census.epoch = log.view().epoch;
+    let is_removed = |(_, id): &&(Rank, RecordId)| log.is_gone(*id) && !left.contains(id);
+    census.removed = census.joined.iter().filter(is_removed).copied().collect();
     census.members = log.live().map(|member| (member.rank, member.id)).collect();
     Ok(census)
 }

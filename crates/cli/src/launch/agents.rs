@@ -60,6 +60,8 @@ pub(super) enum Event {
     Census(u32, Option<Census>),
     /// It was read, if it could be, to see whether the job can begin.
     Roll(Option<Census>),
+    /// The same, to see which members are removed.
+    Members(Option<Census>),
 }
 
 /// One agent. Dropped, it is told to end its ranks, and is killed if it does not go.

@@ -15,6 +15,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use super::agents::{self, AgentLink, Event, RemoteOptions};
 use super::beginning::Beginning;
 use super::elastic::Site;
+use super::hung::Hung;
 use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Tail};
 use super::prospects::Prospects;
@@ -36,6 +37,9 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 const AGENT_GRACE: Duration = Duration::from_secs(2);
 /// How long what a lost agent left behind may take to be found and ended.
 const SWEEP_TIME_MAX: Duration = Duration::from_secs(3);
+/// The same signal, so soon after the first, is none by which somebody wants to say more: coreutils' timeout, and schedulers,
+/// send it to a process and then to its group.
+const SIGNAL_SETTLES: Duration = Duration::from_millis(500);
 /// After SIGHUP was passed on: how long others may take once the first rank has ended by it, and how long a bad end is
 /// put down to it.
 const HANGUP_GRACE: Duration = Duration::from_secs(10);
@@ -91,6 +95,7 @@ pub(crate) fn run(
         interrupt: None,
         prospects: Prospects::default(),
         beginning: Beginning::default(),
+        hung: Hung::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
         driver.connect(site)?;
@@ -168,6 +173,8 @@ pub(super) struct Driver {
     pub(super) prospects: Prospects,
     /// Whether the job can begin without lost ranks.
     pub(super) beginning: Beginning,
+    /// Ranks that the others went on without.
+    pub(super) hung: Hung,
     /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
@@ -324,6 +331,7 @@ impl Driver {
             Event::OneMore => self.add_one(),
             Event::Census(rank, census) => self.take_census(rank, census),
             Event::Roll(census) => self.take_roll(census),
+            Event::Members(census) => self.take_members(census),
             Event::Ended(index, why) => self.agent_ended(index, why),
             Event::Flow(flow) => {
                 self.paused = flow == Flow::Pause;
@@ -396,7 +404,10 @@ impl Driver {
     fn signal(&mut self, number: i32) {
         let ends = [SIGINT, SIGTERM].contains(&number);
         let told_before = self.interrupt.filter(|(signal, _)| *signal != SIGHUP);
-        if let (true, Some((first, _))) = (ends, told_before) {
+        if let (true, Some((first, at))) = (ends, told_before) {
+            if first == number && at.elapsed() < SIGNAL_SETTLES {
+                return;
+            }
             self.report.interrupted = Some(first);
             return self.stop(Duration::ZERO);
         }

@@ -317,6 +317,7 @@ impl Driver {
         self.look_at_hosts(now);
         self.kill_overdue(now);
         self.look_at_roll(now);
+        self.look_for_hung(now);
         self.fill(now);
         if !self.goes_on() {
             if self.ranks.left() == 0 {

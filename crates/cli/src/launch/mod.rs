@@ -13,6 +13,7 @@ mod driver;
 mod elastic;
 mod hosts;
 mod hosts_file;
+mod hung;
 mod journal;
 mod output;
 mod prospects;

@@ -72,6 +72,15 @@ impl Prospects {
         self.asked.contains_key(&rank)
     }
 
+    /// Whether the others went on without this rank's process, which is its `starts`th.
+    pub(super) fn is_removed(&self, rank: u32, starts: u32, census: &Census) -> bool {
+        let joins: Vec<RecordId> = census.joined.iter().filter(|(of, _)| of.0 == rank).map(|(_, id)| *id).collect();
+        let mut own = joins.iter().filter(|id| !self.gone.contains(*id)).peekable();
+        let is_removed = |id: &RecordId| census.removed.iter().any(|(_, removed)| removed == id);
+        // One that has not joined yet is none that was removed.
+        joins.len() >= starts as usize && own.peek().is_some() && own.all(is_removed)
+    }
+
     /// A process of this rank is gone: what its log says of the job without it. `runs` tells which ranks have a process.
     fn judge(&mut self, rank: u32, census: &Census, runs: impl Fn(u32) -> bool) -> Option<Hopeless> {
         let mine: Vec<RecordId> = census
@@ -177,7 +186,7 @@ mod tests {
     /// Ranks 0 and 1, whose processes are named 10 and 11.
     fn census() -> Census {
         let members = vec![(Rank(0), id(10)), (Rank(1), id(11))];
-        Census { epoch: BEGUN, joined: members.iter().copied().collect(), members, faults: Vec::new() }
+        Census { epoch: BEGUN, joined: members.iter().copied().collect(), members, ..Census::default() }
     }
 
     #[test]
@@ -200,6 +209,23 @@ mod tests {
         let census = Census { epoch: Epoch(0), members: Vec::new(), ..census() };
         assert_eq!(Prospects::default().judge(0, &census, |_| false), None);
         assert_eq!(Prospects::default().judge(0, &Census::default(), |_| false), None);
+    }
+
+    #[test]
+    fn a_process_is_removed_when_it_joined_and_the_others_went_on_without_it() {
+        let mut prospects = Prospects::default();
+        let mut census = census();
+        assert!(!prospects.is_removed(1, 1, &census) && !prospects.is_removed(2, 1, &census));
+        census.removed.insert((Rank(1), id(11)));
+        assert!(prospects.is_removed(1, 1, &census) && !prospects.is_removed(0, 1, &census));
+        // It was started again, and has not joined yet; then it has.
+        assert!(!prospects.is_removed(1, 2, &census));
+        assert_eq!(prospects.judge(1, &census, |_| true), None);
+        assert!(!prospects.is_removed(1, 1, &census), "that process is gone");
+        census.joined.insert((Rank(1), id(21)));
+        assert!(!prospects.is_removed(1, 2, &census));
+        census.removed.insert((Rank(1), id(21)));
+        assert!(prospects.is_removed(1, 2, &census));
     }
 
     #[test]

@@ -95,9 +95,13 @@ impl Session {
     }
 
     /// Why no step begins.
-    pub(super) fn too_few(&self) -> String {
-        let (left, needed) = (self.members().len(), self.config.ranks_min);
-        format!("{left} ranks are left, and at least {needed} are needed to go on")
+    #[must_use]
+    pub fn too_few(&self) -> String {
+        let needed = self.config.ranks_min;
+        match self.members().len() {
+            1 => format!("1 rank is left, and at least {needed} are needed to go on"),
+            left => format!("{left} ranks are left, and at least {needed} are needed to go on"),
+        }
     }
 
     /// Whether this rank knows where the others are: any but a newcomer does.

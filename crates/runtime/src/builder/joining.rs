@@ -148,7 +148,8 @@ impl Builder {
         // A newcomer has no say in who is lost.
         let goes_on = self.recovery != Recovery::Fail && declared.is_none();
         let patience = goes_on.then(|| LINK_PATIENCE_MAX.min(self.deadline / 3));
-        let mut watch = Watch { control: control.as_deref(), view: &mut view, came: &came, patience };
+        let joins = declared.is_some();
+        let mut watch = Watch { control: control.as_deref(), view: &mut view, came: &came, patience, joins };
         let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
             // Where this machine lacks something, and the others can go on without this rank, it only leaves.
             let leaves = goes_on && matches!(fault.kind, FaultKind::MemoryUnavailable | FaultKind::System);
@@ -334,6 +335,8 @@ struct Watch<'a> {
     view: &'a mut View,
     came: &'a dyn Fn(RecordId) -> Ordering,
     patience: Option<Duration>,
+    /// The job runs.
+    joins: bool,
 }
 
 impl MeshWatch for Watch<'_> {
@@ -366,8 +369,16 @@ impl MeshWatch for Watch<'_> {
                 }
                 Ok(())
             }
+            // Another newcomer, which the members notice too: there is a view without it then.
+            (_, _, Some(rank)) if self.joins && self.has_come_with(rank) => Ok(()),
             _ => Err(fault),
         }
+    }
+}
+
+impl Watch<'_> {
+    fn has_come_with(&self, rank: Rank) -> bool {
+        self.view.rank(rank).is_some_and(|member| (self.came)(member.id) == Ordering::Equal)
     }
 }
 

@@ -19,7 +19,7 @@ use crate::{Group, TensorSpec};
 
 const BYTES_MAX: usize = 512;
 const ELEMENTS: u64 = (BYTES_MAX as u64 + 2).div_ceil(4);
-const TENSORS: usize = 5;
+const TENSORS: usize = 6;
 const LOWEST_RANK: i64 = (u32::MAX >> 1) as i64;
 
 /// What a group needs for saving and restoring.
@@ -37,6 +37,7 @@ pub(super) enum Round {
     Call,
     Written,
     Published,
+    Through,
     Opened,
     Filled,
 }

@@ -108,10 +108,9 @@ impl Group {
             Heard::Said(_, word) => Verdict::decode(&word),
             Heard::Nothing | Heard::Lost => verdict,
         };
-        match self.barrier() {
-            Err(fault) if fault.kind != FaultKind::StepAborted => return Err(fault),
-            _ => {}
-        }
+        // Nobody goes on before all have looked. Where steps are aborted, nobody waits here for ranks that are not coming:
+        // an exchange knows that, and a barrier would not.
+        self.say(Round::Through, None, patience, since)?;
 
         let Some((_, call)) = called else {
             let (rank, text) = failed.unwrap_or((me, "a rank was lost when it began".to_owned()));

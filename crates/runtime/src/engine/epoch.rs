@@ -17,7 +17,7 @@ use gradwire_transport::{Buffer, Capabilities};
 use super::{Engine, Submission};
 use crate::types::Outcome;
 
-/// How long a new member may take to open its link.
+/// How long a new member may take to open its link; or a third of the deadline, if that is less: the others' step waits.
 const ARRIVAL_MAX: Duration = Duration::from_secs(5);
 
 /// What is kept for commits and epochs.
@@ -40,8 +40,10 @@ pub(super) struct Epochs {
     /// The processes that are members now, and which of them are since this epoch.
     processes: Vec<(Rank, RecordId)>,
     fresh: Vec<Rank>,
-    /// The view that is to be entered, and since when this rank knows it.
-    pending: Option<(View, Instant)>,
+    /// The view that is to be entered.
+    pending: Option<View>,
+    /// Processes of it that have opened no link yet, and since when they are waited for.
+    absent: Vec<(RecordId, Instant)>,
     /// Links that newcomers opened.
     arrivals: Vec<Arrival>,
 }
@@ -146,7 +148,7 @@ impl Engine {
     /// There is a new view: it is entered as soon as newcomers have opened their links and, where it only adds members,
     /// at the beginning of a step.
     pub(crate) fn set_view(&mut self, view: View) {
-        self.epochs.pending = Some((view, Instant::now()));
+        self.epochs.pending = Some(view);
         self.tell_view_waits();
     }
 
@@ -185,7 +187,7 @@ impl Engine {
         if self.epochs.ending.is_some() {
             return false;
         }
-        let Some((view, since)) = &self.epochs.pending else { return false };
+        let Some(view) = &self.epochs.pending else { return false };
         if view.epoch <= self.session.config().epoch || self.session.fault().is_some() {
             self.epochs.pending = None;
             self.tell_view_waits();
@@ -198,22 +200,38 @@ impl Engine {
         if only_adds && !self.may_grow() && !self.session.is_awaited_in(view.epoch) {
             return false;
         }
-        let absent = |rank: &&Rank| !self.epochs.arrivals.iter().any(|arrival| arrival.peer == **rank);
-        if let Some(rank) = fresh.iter().find(absent).copied() {
-            if since.elapsed() > ARRIVAL_MAX {
-                let detail = format!("{rank} became a member, but opened no link within {} s", ARRIVAL_MAX.as_secs());
-                let fault = Fault::new(FaultKind::RankDied, detail).at(rank);
-                self.epochs.lost.extend(view.rank(rank).map(|member| (member.id, fault)));
-                if let Some((_, since)) = &mut self.epochs.pending {
-                    *since = Instant::now();
-                }
-            }
+        let is_absent = |rank: Rank| !self.epochs.arrivals.iter().any(|arrival| arrival.peer == rank);
+        let absent = fresh.iter().filter(|rank| is_absent(**rank)).filter_map(|rank| view.rank(*rank));
+        let absent: Vec<(Rank, RecordId)> = absent.map(|member| (member.rank, member.id)).collect();
+        if !absent.is_empty() {
+            self.give_up_absent(&absent);
             return false;
         }
-        let Some((view, _)) = self.epochs.pending.take() else { return false };
+        self.epochs.absent.clear();
+        let Some(view) = self.epochs.pending.take() else { return false };
         self.tell_view_waits();
         self.enter(&view, &fresh);
         true
+    }
+
+    /// Says which new members have opened no link for too long. All that have: one after the other they would hold the
+    /// others up for longer than the deadline.
+    fn give_up_absent(&mut self, absent: &[(Rank, RecordId)]) {
+        let deadline = Duration::from_nanos(self.session.config().timing.deadline_ns);
+        let (now, most) = (Instant::now(), ARRIVAL_MAX.min(deadline / 3));
+        let Epochs { absent: known, lost, .. } = &mut self.epochs;
+        known.retain(|(process, _)| absent.iter().any(|(_, other)| other == process));
+        for (rank, process) in absent {
+            match known.iter_mut().find(|(other, _)| other == process) {
+                None => known.push((*process, now)),
+                Some((_, since)) if now.duration_since(*since) > most => {
+                    *since = now;
+                    let detail = format!("{rank} became a member, but opened no link within {} s", most.as_secs_f32());
+                    lost.push((*process, Fault::new(FaultKind::RankDied, detail).at(*rank)));
+                }
+                Some(_) => {}
+            }
+        }
     }
 
     /// Whether the trainer is at the beginning of a step: nothing has to be done again, and it does nothing any more, such
@@ -260,7 +278,12 @@ impl Engine {
     /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
     pub(super) fn rest(&mut self, fault: Fault, aborted: bool) {
         tracing::warn!(%fault, "waiting for others to join");
-        let why = Fault::new(FaultKind::DeadlineExceeded, fault.detail.as_str());
+        let detail = format!(
+            "{}, but none joined before this rank's deadline (GRADWIRE_DEADLINE_MS): save its state, or start the job again \
+             from what was saved",
+            self.session.too_few()
+        );
+        let why = Fault::new(FaultKind::DeadlineExceeded, detail);
         let offers = self.holder.as_ref().is_some_and(|holder| holder.set_too_few(Some(why)));
         if !aborted && !offers {
             // A caller that is about to begin the step has to offer its state first, too.

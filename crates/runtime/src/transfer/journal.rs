@@ -48,38 +48,39 @@ impl Entry {
 }
 
 impl Journal {
-    /// Keeps a unit of the step after `commits` final ones, which is being made in this epoch.
-    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: Made) {
+    /// The step after `commits` final ones, which is made in this epoch. Where it was begun in an earlier one it is done
+    /// again, and its units are others.
+    fn entry(&mut self, commits: u64, epoch: Epoch) -> Option<&mut Entry> {
         let Self { steps, bytes } = self;
-        if let Some(last) = steps.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
-            // It is done again, and its units are others.
-            *bytes -= last.bytes();
-            last.units.clear();
-            last.epoch = epoch;
-        }
         if steps.back().is_none_or(|last| last.commits != commits) {
             steps.push_back(Entry::new(commits, epoch));
         }
-        let Some(last) = steps.back_mut() else { return };
-        // An operation that was given up, or came twice, counts as it came last.
-        *bytes += made.bytes.len();
-        if let Some(earlier) = last.units.insert(unit, made) {
-            *bytes -= earlier.bytes.len();
+        let last = steps.back_mut()?;
+        if last.epoch != epoch {
+            *bytes -= last.bytes();
+            (last.epoch, last.units) = (epoch, BTreeMap::new());
         }
-        while *bytes > BYTES_MAX
-            && let Some(first) = steps.pop_front()
+        Some(last)
+    }
+
+    /// Keeps a unit of the step after `commits` final ones, which is being made in this epoch.
+    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: Made) {
+        let added = made.bytes.len();
+        let Some(entry) = self.entry(commits, epoch) else { return };
+        // An operation that was given up, or came twice, counts as it came last.
+        let earlier = entry.units.insert(unit, made).map_or(0, |earlier| earlier.bytes.len());
+        self.bytes = self.bytes + added - earlier;
+        while self.bytes > BYTES_MAX
+            && let Some(first) = self.steps.pop_front()
         {
-            *bytes -= first.bytes();
+            self.bytes -= first.bytes();
         }
     }
 
     /// The step after `commits` final ones is final too: made in this epoch, of what these members contributed.
     pub(super) fn commit(&mut self, commits: u64, epoch: Epoch, members: &[Rank]) {
-        if self.steps.back().is_none_or(|last| last.commits != commits) {
-            self.steps.push_back(Entry::new(commits, epoch));
-        }
-        if let Some(last) = self.steps.back_mut() {
-            last.members = Some(members.to_vec());
+        if let Some(entry) = self.entry(commits, epoch) {
+            entry.members = Some(members.to_vec());
         }
     }
 
@@ -149,5 +150,9 @@ mod tests {
         journal.keep(0, Epoch(2), UnitIndex(1), made(0, 2));
         journal.commit(0, Epoch(2), &[Rank(0)]);
         assert_eq!((bytes(&journal, 0), journal.bytes), (Some((2, vec![2])), 4));
+        // Of what was done again nothing has its home here.
+        journal.keep(1, Epoch(2), UnitIndex(1), made(0, 3));
+        journal.commit(1, Epoch(3), &[Rank(0)]);
+        assert_eq!((bytes(&journal, 1), journal.bytes), (Some((3, vec![])), 4));
     }
 }

@@ -29,6 +29,8 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// How long to wait before everything is tried again, and how much longer than the rank before.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 const AGAIN_APART: Duration = Duration::from_millis(13);
+/// How much later than the members' streams the control log may say that the job has ended: as long as a farewell takes.
+const WORD_MAX: Duration = Duration::from_secs(2);
 /// Most steps ahead for which the members are asked to keep their state.
 const AHEAD_MAX: u64 = 64;
 
@@ -147,7 +149,9 @@ impl Newcomer<'_> {
                     std::thread::sleep(FOLLOW_EVERY);
                 }
                 // The others may count on it by now.
-                Err(Attempt::Again(why)) if self.ready.is_some() => return Err(Attempt::Never(lost(&why))),
+                Err(Attempt::Again(why)) if self.ready.is_some() => {
+                    return Err(Attempt::Never(self.ended_or_lost(&why)));
+                }
                 Err(attempt) => return Err(attempt),
             }
             self.take_events()?;
@@ -156,6 +160,18 @@ impl Newcomer<'_> {
             }
         }
         Ok(caught_up)
+    }
+
+    /// The members give their results no longer: perhaps because the job ends, which the control log says a little later.
+    fn ended_or_lost(&mut self, why: &str) -> Fault {
+        let until = self.deadline.min(Instant::now() + WORD_MAX);
+        while Instant::now() < until {
+            if let Err(fault) = self.take_events() {
+                return fault;
+            }
+            std::thread::sleep(FOLLOW_EVERY);
+        }
+        lost(why)
     }
 
     /// Why this process is no member at its deadline, though it had the state since `begun`.

@@ -156,6 +156,10 @@ impl Holder {
             self.journal.push_back(Entry { commits: step, epoch, members: None, made: BTreeMap::new() });
         }
         if let Some(last) = self.journal.back_mut() {
+            if last.epoch != epoch {
+                last.made.clear();
+                last.epoch = epoch;
+            }
             last.members = Some(members.to_vec());
         }
     }
