@@ -238,6 +238,38 @@ fn a_newcomer_goes_on_without_a_member_that_is_lost_while_it_follows() {
     }
 }
 
+/// Found by a hostile tester: the members waited for each of the dead, one after the other, and longer than their deadline.
+#[test]
+fn newcomers_that_die_when_they_are_ready_end_no_job() {
+    const STEPS: usize = 200;
+    let plan = plan(3, "auto").with("GRADWIRE_DEADLINE_MS", 5000);
+    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "20", "3000"]);
+    let mut job = Job::start((0..3).map(command));
+    job.wait_for_line(0, "step 10 ");
+    let newcomers = [job.add(command(3)), job.add(command(4))];
+    newcomers.iter().for_each(|newcomer| drop(job.wait_for_line(*newcomer, "applied ")));
+    newcomers.iter().chain([&2]).for_each(|rank| job.signal(*rank, Signal::KILL));
+    let ended = job.wait();
+    let all = steps::assert_same(&ended, &[0, 1], STEPS);
+    assert_eq!(all[&(STEPS - 1)].0, "0,1", "{ended:#?}");
+}
+
+/// Found by a hostile tester: the other one took it for unreachable, and ended, before the members gave it up.
+#[test]
+fn a_newcomer_that_dies_when_it_is_ready_takes_no_other_with_it() {
+    const STEPS: usize = 200;
+    let plan = plan(2, "auto");
+    let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "20", "3000"]);
+    let mut job = Job::start((0..2).map(command));
+    job.wait_for_line(0, "step 10 ");
+    let [dies, stays] = [job.add(command(2)), job.add(command(3))];
+    job.wait_for_line(dies, "applied ");
+    job.signal(dies, Signal::KILL);
+    let ended = job.wait();
+    let all = steps::assert_same(&ended, &[0, 1, stays], STEPS);
+    assert_eq!(all[&(STEPS - 1)].0, "0,1,3", "{ended:#?}");
+}
+
 /// How much of a process's memory is there.
 fn resident_mib(pid: u32) -> u64 {
     let said = std::fs::read_to_string(format!("/proc/{pid}/statm")).expect("it lives");

@@ -37,8 +37,8 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 const AGENT_GRACE: Duration = Duration::from_secs(2);
 /// How long what a lost agent left behind may take to be found and ended.
 const SWEEP_TIME_MAX: Duration = Duration::from_secs(3);
-/// The same signal, so soon after the first, is none by which somebody wants to say more: coreutils' timeout, and schedulers,
-/// send it to a process and then to its group.
+/// SIGTERM so soon after the first is none by which somebody wants to say more: coreutils' timeout, and schedulers, send it to
+/// a process and then to its group. A person at a keyboard sends SIGINT.
 const SIGNAL_SETTLES: Duration = Duration::from_millis(500);
 /// After SIGHUP was passed on: how long others may take once the first rank has ended by it, and how long a bad end is
 /// put down to it.
@@ -405,7 +405,7 @@ impl Driver {
         let ends = [SIGINT, SIGTERM].contains(&number);
         let told_before = self.interrupt.filter(|(signal, _)| *signal != SIGHUP);
         if let (true, Some((first, at))) = (ends, told_before) {
-            if first == number && at.elapsed() < SIGNAL_SETTLES {
+            if [first, number] == [SIGTERM; 2] && at.elapsed() < SIGNAL_SETTLES {
                 return;
             }
             self.report.interrupted = Some(first);

@@ -1,13 +1,15 @@
 //! Ranks that did not do the same operations between commits: found before what does not belong together is added, or as
 //! soon as a rank commits a step in which it had no part in an operation of another. Who is only slow is not blamed.
 //!
-//! Only operations to which all contribute tell: nobody has the result of one without the contributions of all, so whoever
-//! commits a step has no part in those of it that still lack its own.
+//! Only allreduces tell: nobody has the result of one before all owners had the contributions of all, so whoever commits a
+//! step has no part in those of it that still lack its own. Whoever has its block of a reduce_scatter may still have others'
+//! to send again.
 
 use alloc::format;
 use alloc::vec::Vec;
 
 use super::{Session, at_first, name_ranks};
+use crate::dtype::Collective;
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, Step, TensorId, UnitIndex};
 
@@ -65,7 +67,8 @@ impl Session {
     /// This rank commits its step: nobody may have begun an operation in it that this rank has not.
     pub(super) fn check_passed_over(&mut self) {
         let world = self.peers.len();
-        let contributed = self.plan.buckets.iter().zip(&self.buckets).filter(|(plan, _)| plan.contributes());
+        let contributed =
+            self.plan.buckets.iter().zip(&self.buckets).filter(|(plan, _)| plan.collective == Collective::AllReduce);
         let mut begun = contributed.filter_map(|(_, state)| {
             let own = state.arrived_count.iter().position(|count| *count > 0)?;
             let rank = (0..world).find(|rank| state.arrived.get(own * world + rank))?;
@@ -87,7 +90,7 @@ impl Session {
 
     fn needs_all(&self, tensor: TensorId) -> bool {
         let plan = self.plan.tensor(tensor);
-        plan.elements > 0 && self.plan.bucket(plan.bucket).contributes()
+        plan.elements > 0 && self.plan.bucket(plan.bucket).collective == Collective::AllReduce
     }
 
     /// `committer` commits the step, in which `poster` does an operation that it has no part in.

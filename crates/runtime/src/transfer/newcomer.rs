@@ -78,7 +78,8 @@ impl Newcomer<'_> {
     pub(crate) fn catch_up(&mut self, trainer: &mut dyn Trainer) -> Result<CaughtUp, Fault> {
         let caught_up = self.catch_up_or_say_why(trainer);
         // Whatever it met: with another process in its place it could not have been taken in.
-        caught_up.map_err(|fault| match (self.rival.fault(&self.view, self.params.rank), &self.last) {
+        let rival = |is_over| self.rival.fault(&self.view, self.params.rank, is_over);
+        caught_up.map_err(|fault| match (rival(fault.kind == FaultKind::RankLeft), &self.last) {
             (Some(rival), _) => rival,
             // The job ended while it tried.
             (None, Some(last)) if fault.kind == FaultKind::RankLeft => {

@@ -20,6 +20,8 @@ const ANSWER_MAX: Duration = Duration::from_millis(300);
 pub(crate) struct Rival {
     /// It has answered since then, whenever it was asked.
     answers_since: Option<Instant>,
+    /// It has answered, whatever became of it.
+    has_answered: bool,
     looked: Option<Instant>,
 }
 
@@ -50,17 +52,21 @@ impl Rival {
             let now = Instant::now();
             self.looked = Some(now);
             self.answers_since = if answers { self.answers_since.or(Some(begun)) } else { None };
+            self.has_answered |= answers;
         }
         let patience = deadline.min(self.answers_since.map_or(deadline, |since| since + HELD_MAX));
-        match self.fault(view, params.rank).filter(|_| Instant::now() >= patience) {
+        match self.fault(view, params.rank, false).filter(|_| Instant::now() >= patience) {
             Some(fault) => Err(fault),
             None => Ok(self.answers_since.is_some()),
         }
     }
 
-    /// What it means for the newcomer that such a process answered when it was asked last.
-    pub(super) fn fault(&self, view: &View, rank: Rank) -> Option<Fault> {
-        self.answers_since?;
+    /// What it means for the newcomer that such a process answered when it was asked last; or, where the job `is_over`, that
+    /// it has: until it left with the others, the newcomer had no place.
+    pub(super) fn fault(&self, view: &View, rank: Rank, is_over: bool) -> Option<Fault> {
+        if self.answers_since.is_none() && !(is_over && self.has_answered) {
+            return None;
+        }
         let host = view.rank(rank).map_or("another host", |member| member.endpoint.hostname.as_str());
         let detail = format!(
             "{rank} lives already, as a process on '{host}' that takes part in the job: give this process a rank that nobody \
