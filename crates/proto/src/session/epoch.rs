@@ -322,6 +322,10 @@ impl Session {
 
     pub(super) fn handle_synced(&mut self, peer: Rank) -> Result<(), Fault> {
         if !self.is_in_epoch(peer) {
+            // Said again, and late: the peer has entered the next epoch since.
+            if self.peers[peer.index()].sync.as_ref().is_some_and(|sync| sync.epoch > self.config.epoch) {
+                return Ok(());
+            }
             return Err(Fault::violation(peer, "word that it is through with an epoch that it has not entered"));
         }
         self.peers[peer.index()].open = true;

@@ -283,8 +283,9 @@ impl Exchange {
         let now = context.now;
         // What an epoch changed has to be known before anything is sent.
         self.take_events(context);
-        self.declare(now);
         loop {
+            // A rank on its own has agreed at once, and nothing else would have it go on.
+            self.declare(now);
             if self.session.poll_timeout().is_some_and(|at| at <= now) {
                 self.session.handle_timeout(now);
             }
