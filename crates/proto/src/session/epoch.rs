@@ -418,8 +418,10 @@ impl Session {
         for (tensor, step) in reached {
             let Some(state) = self.tensors.get_mut(tensor.index()) else { continue };
             if state.active && state.step.next() == step {
-                (state.results_missing, state.acks_missing, state.results_to_send) = (0, 0, 0);
-                self.finish_if_complete(tensor);
+                self.pass_empty(tensor);
+            } else if state.step < step {
+                // It was not posted here yet.
+                state.passed = step;
             }
         }
         for tensor in self.touched.clone() {
@@ -427,6 +429,14 @@ impl Session {
                 self.expect(tensor);
             }
         }
+    }
+
+    /// Ends an operation that carries nothing.
+    pub(super) fn pass_empty(&mut self, tensor: TensorId) {
+        let state = &mut self.tensors[tensor.index()];
+        (state.results_missing, state.acks_missing, state.results_to_send) = (0, 0, 0);
+        self.finish_if_complete(tensor);
+        self.expect(tensor);
     }
 
     /// Everything that was posted in this step begins anew, what was done too.

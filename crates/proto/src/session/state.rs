@@ -20,6 +20,9 @@ pub(super) struct TensorState {
     pub(super) base: Step,
     pub(super) since_commit: u32,
     pub(super) active: bool,
+    /// Members were through with the operation before this step when members changed, and it carries nothing: whoever posts
+    /// it later is through with it too.
+    pub(super) passed: Step,
     /// The operation in flight was done before, and is done again.
     pub(super) again: bool,
     /// Its place in the list of operations in flight.
@@ -50,6 +53,7 @@ impl TensorState {
             base: step,
             since_commit: 0,
             active: false,
+            passed: Step(0),
             again: false,
             active_at: 0,
             deadline: 0,
