@@ -257,7 +257,7 @@ fn newcomers_that_die_when_they_are_ready_end_no_job() {
 /// Found by a hostile tester: the other one took it for unreachable, and ended, before the members gave it up.
 #[test]
 fn a_newcomer_that_dies_when_it_is_ready_takes_no_other_with_it() {
-    const STEPS: usize = 200;
+    const STEPS: usize = 500;
     let plan = plan(2, "auto");
     let command = |rank| plan.command_of("e2e-elastic", rank, &[&STEPS.to_string(), "20", "3000"]);
     let mut job = Job::start((0..2).map(command));
