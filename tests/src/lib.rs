@@ -291,6 +291,18 @@ impl Drop for Running {
     }
 }
 
+/// A number that the kernel tells of a running process, such as `VmRSS` (KiB) or `Threads`.
+///
+/// # Panics
+/// When there is no such process, or no such number.
+#[must_use]
+pub fn status_of(pid: u32, field: &str) -> usize {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+    let value = |line: &str| Some(line.strip_prefix(field)?.strip_prefix(':')?.trim().to_owned());
+    let value = status.lines().find_map(value).expect("a line");
+    value.trim_end_matches(" kB").parse().expect("a number")
+}
+
 /// A binary of this workspace, beside the running test.
 ///
 /// # Panics

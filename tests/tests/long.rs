@@ -5,7 +5,7 @@
 
 use gradwire_control::BrokerConfig;
 use gradwire_tests::steps::assert_same;
-use gradwire_tests::{Job, Plan, assert_same_verdict};
+use gradwire_tests::{Job, Plan, assert_same_verdict, status_of};
 use rustix::process::Signal;
 
 const RANKS: u32 = 4;
@@ -34,13 +34,8 @@ struct Usage {
 
 impl Usage {
     fn of(pid: u32) -> Self {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
-        let number = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
-            line.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).expect("a number")
-        };
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs").count();
-        Self { resident_kib: number("VmRSS:"), threads: number("Threads:"), descriptors }
+        Self { resident_kib: status_of(pid, "VmRSS"), threads: status_of(pid, "Threads"), descriptors }
     }
 }
 

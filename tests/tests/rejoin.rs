@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gradwire_tests::steps::{self, Steps};
-use gradwire_tests::{Ended, Job, Plan};
+use gradwire_tests::{Ended, Job, Plan, status_of};
 use rustix::process::Signal;
 
 const STEPS: usize = 100;
@@ -272,7 +272,5 @@ fn a_newcomer_that_dies_when_it_is_ready_takes_no_other_with_it() {
 
 /// How much of a process's memory is there.
 fn resident_mib(pid: u32) -> u64 {
-    let said = std::fs::read_to_string(format!("/proc/{pid}/statm")).expect("it lives");
-    let pages: u64 = said.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number of pages");
-    pages / 256
+    status_of(pid, "VmRSS") as u64 / 1024
 }

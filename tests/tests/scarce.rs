@@ -1,11 +1,10 @@
 //! Little memory and few descriptors while a rank is lost and another joins: whoever lacks them says so, or ends, and the
 //! others go on.
 
-use std::fs;
 use std::process::Command;
 
 use gradwire_tests::steps::assert_same;
-use gradwire_tests::{Job, Plan};
+use gradwire_tests::{Job, Plan, status_of};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 
 const STEPS: usize = 60;
@@ -38,12 +37,6 @@ fn limit(job: &Job, rank: usize, what: Resource, most: u64) {
     prlimit(Some(pid), what, Rlimit { current: Some(most), maximum: Some(most) }).expect("it is ours");
 }
 
-fn virtual_kib(job: &Job, rank: usize) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", job.pid(rank))).expect("it runs");
-    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).expect("a size");
-    size.trim().trim_end_matches(" kB").parse().expect("a number")
-}
-
 #[test]
 fn a_newcomer_that_has_too_little_says_of_what_and_disturbs_nobody() {
     let plan = plan("redo");
@@ -69,7 +62,7 @@ fn a_member_without_memory_goes_on_without_a_lost_rank() {
         let plan = plan(recovery);
         let mut job = Job::start((0..3).map(|rank| command(&plan, rank)));
         job.wait_for_line(0, "step 3 ");
-        limit(&job, 2, Resource::As, (virtual_kib(&job, 2) + 300) * 1024);
+        limit(&job, 2, Resource::As, (status_of(job.pid(2), "VmSize") as u64 + 300) * 1024);
         job.signal(1, Signal::KILL);
         let ended = job.wait();
         assert_same(&ended, &[0], STEPS);

@@ -138,6 +138,12 @@ impl FaultKind {
             _ => Scope::Job,
         }
     }
+
+    /// Whether the machine of the rank that met it lacks something, such as memory or descriptors: others may not.
+    #[must_use]
+    pub const fn is_shortage(self) -> bool {
+        matches!(self, Self::MemoryUnavailable | Self::System)
+    }
 }
 
 /// What a fault reaches.

@@ -1,11 +1,17 @@
 //! How a process that joins a running job gets what it needs from the members (docs/wire.md, section 12).
 //!
 //! The newcomer asks, a member gives, over a stream of frames of the kinds [`Ask`](crate::frame::FrameKind::Ask) and
-//! [`Give`](crate::frame::FrameKind::Give). Here are the bodies; no IO.
+//! [`Give`](crate::frame::FrameKind::Give). Here are the bodies, who gives what, and what members keep; no IO.
+
+mod journal;
+mod seats;
 
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
+
+pub use journal::{Journal, UnitResult};
+pub use seats::{backup, giver, home, keeps, stands_in};
 
 use crate::ids::{Epoch, Rank};
 use crate::limits::{FAULT_DETAIL_BYTES_MAX, MANIFEST_BYTES_MAX, PAYLOAD_BYTES_MAX, TENSORS_MAX, WORLD_SIZE_MAX};
@@ -100,26 +106,6 @@ impl Ask {
         reader.finish()?;
         Ok(ask)
     }
-}
-
-/// The seat, among this many members that are asked, that gives a piece of the state or a unit of results.
-#[must_use]
-pub const fn home(index: u32, holders: u32) -> u32 {
-    index % holders
-}
-
-/// The seat that keeps too what is at home at this one, and gives it where that is lost: so a newcomer goes on, and states
-/// that differ show. A lone holder has none.
-#[must_use]
-pub const fn backup(seat: u32, holders: u32) -> Option<u32> {
-    if holders > 1 { Some((seat + 1) % holders) } else { None }
-}
-
-/// Whether this seat keeps a piece or a unit: its home does, and the backup of that.
-#[must_use]
-pub const fn keeps(index: u32, seat: u32, holders: u32) -> bool {
-    let home = home(index, holders);
-    home == seat || matches!(backup(home, holders), Some(backup) if backup == seat)
 }
 
 /// What an answer is: the bucket of its frames.
@@ -442,20 +428,6 @@ mod tests {
             exact(&no, &no.encode(), No::decode);
         }
         Ask::decode(&Ask::Snapshot { commits: 0, seat: 3, holders: 3 }.encode()).unwrap_err();
-    }
-
-    #[test]
-    fn whoever_is_lost_another_one_keeps_what_it_kept() {
-        for holders in 1..7 {
-            for piece in 0..20 {
-                let kept: Vec<u32> = (0..holders).filter(|seat| keeps(piece, *seat, holders)).collect();
-                let mut expected: Vec<u32> =
-                    [Some(home(piece, holders)), backup(home(piece, holders), holders)].into_iter().flatten().collect();
-                expected.sort_unstable();
-                assert_eq!(kept, expected);
-                assert_eq!(kept.len(), 2.min(holders as usize), "{piece} of {holders}");
-            }
-        }
     }
 
     #[test]

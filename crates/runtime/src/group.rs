@@ -340,8 +340,9 @@ impl Group {
     /// # Errors
     /// [`FaultKind::StepAborted`] when a rank was lost and the step's operations cannot be done again: the ranks that are
     /// left repeat it from its beginning. [`FaultKind::Removed`] when they went on without this one. `TensorBusy` while
-    /// operations are in flight: nothing has changed then. [`FaultKind::Unrecorded`] when too many records wait, since the broker has been slow or
-    /// away for too long: the step has ended all the same, with its results; only its version is not on record.
+    /// operations are in flight: nothing has changed then. [`FaultKind::Unrecorded`] when too many records wait, since the
+    /// broker has been slow or away for too long: the step has ended all the same, with its results; only its version is not
+    /// on record.
     pub fn commit(&self) -> Result<Commit, Fault> {
         let Committed { made, replaced, rejected, next } = if self.identity.agrees {
             self.commit_with_all().inspect_err(|fault| self.driver.aborts.tell(fault))?

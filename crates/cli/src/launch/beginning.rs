@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use gradwire_control::{Census, read_census};
+use gradwire_control::Census;
 use gradwire_proto::Epoch;
 
 use super::agents::Event;
@@ -16,8 +16,6 @@ use super::ranks::State;
 use super::report::Failure;
 use crate::agent::wire::End;
 
-/// How long the log may take to be read.
-const READ_TIME_MAX: Duration = Duration::from_secs(2);
 /// Before the log is read once more; doubled each time.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 /// So often nothing is said while nobody is known to have joined: programs that use gradwire take a moment to.
@@ -91,7 +89,7 @@ impl Beginning {
 impl Driver {
     /// The others go on without this rank, if they have begun or can begin.
     pub(super) fn go_on_without(&mut self, casualty: Casualty) {
-        if self.beginning.begun || self.prospects.job().is_none() {
+        if self.beginning.begun || self.prospects.ranks().is_none() {
             casualty.words.iter().for_each(|words| say(words));
             return;
         }
@@ -109,12 +107,12 @@ impl Driver {
 
     fn read_roll(&mut self) {
         self.beginning.read_at = None;
-        let Some((job, ranks)) = self.prospects.job().filter(|_| !self.beginning.reading) else { return };
-        let events = self.sender.clone();
-        let read = move || drop(events.send(Event::Roll(read_census(&job, ranks, READ_TIME_MAX).ok())));
-        match std::thread::Builder::new().name("roll".to_owned()).spawn(read) {
-            Ok(_) => self.beginning.reading = true,
-            Err(_) => self.take_roll(None),
+        if self.beginning.reading || self.prospects.ranks().is_none() {
+            return;
+        }
+        self.beginning.reading = self.read_log(Event::Roll);
+        if !self.beginning.reading {
+            self.take_roll(None);
         }
     }
 
@@ -126,7 +124,7 @@ impl Driver {
         let (doomed, words) = self.beginning.judge(census.as_ref(), is_gone);
         words.iter().for_each(|words| say(words));
         if let Some(Casualty { rank, host, end, why, .. }) = doomed.filter(|_| !self.closed && !self.stopping) {
-            let all = self.prospects.job().map_or(0, |(_, ranks)| ranks);
+            let all = self.prospects.ranks().unwrap_or_default();
             self.report.too_few = Some(format!(
                 "it had not joined the job, which begins with all {all} ranks, and is not started again: {why}"
             ));

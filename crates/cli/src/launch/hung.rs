@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use gradwire_control::{Census, read_census};
+use gradwire_control::Census;
 use signal_hook::consts::SIGKILL;
 
 use super::agents::Event;
@@ -18,8 +18,6 @@ use crate::agent::wire::Command;
 
 /// How often the log is read.
 const LOOK_EVERY: Duration = Duration::from_secs(3);
-/// How long reading it may take.
-const READ_TIME_MAX: Duration = Duration::from_secs(2);
 /// How long a process may still be there once it is known that the others went on without it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -50,14 +48,12 @@ impl Hung {
 impl Driver {
     /// Reads who is a member, if it is time.
     pub(super) fn look_for_hung(&mut self, now: Instant) {
-        if self.hung.reading || self.hung.look_at.is_some_and(|at| now < at) {
-            return;
+        // Not at the start, when nobody has joined.
+        let due = *self.hung.look_at.get_or_insert(now + LOOK_EVERY) <= now;
+        if due && !self.hung.reading {
+            self.hung.look_at = Some(now + LOOK_EVERY);
+            self.hung.reading = self.read_log(Event::Members);
         }
-        let Some((job, ranks)) = self.prospects.job() else { return };
-        self.hung.look_at = Some(now + LOOK_EVERY);
-        let events = self.sender.clone();
-        let read = move || drop(events.send(Event::Members(read_census(&job, ranks, READ_TIME_MAX).ok())));
-        self.hung.reading = std::thread::Builder::new().name("members".to_owned()).spawn(read).is_ok();
     }
 
     /// The log was read, if it could be.

@@ -62,9 +62,9 @@ impl Prospects {
         self.job = job.map(|job| (job, ranks));
     }
 
-    /// Where the job's log is, and how many ranks it begins with.
-    pub(super) fn job(&self) -> Option<(JobConfig, u32)> {
-        self.job.clone()
+    /// How many ranks the job begins with, where its log is known.
+    pub(super) fn ranks(&self) -> Option<u32> {
+        self.job.as_ref().map(|(_, ranks)| *ranks)
     }
 
     /// Whether a rank may not be started again yet.
@@ -117,19 +117,26 @@ const fn stays(fault: &Fault) -> bool {
 impl Driver {
     /// A rank is to be started again after its pause, if the job's log has nothing against it.
     pub(super) fn ask_before_restart(&mut self, rank: u32, loss: Loss) {
-        let Some((job, ranks)) = self.prospects.job() else { return self.announce_restart(rank, &loss) };
+        if self.read_log(move |census| Event::Census(rank, census)) {
+            self.prospects.asked.insert(rank, loss);
+        } else {
+            self.announce_restart(rank, &loss);
+        }
+    }
+
+    /// Reads the job's log on a thread of its own. What it says, if it can be read, comes as this event; false where nobody
+    /// knows where it is, or there is no thread.
+    pub(super) fn read_log(&self, event: impl FnOnce(Option<Census>) -> Event + Send + 'static) -> bool {
+        let Some((job, ranks)) = self.prospects.job.clone() else { return false };
         let events = self.sender.clone();
         let read = move || {
             let census = read_census(&job, ranks, READ_TIME_MAX);
             if let Err(fault) = &census {
-                tracing::debug!(%fault, "the job's log does not say whether a restart can help");
+                tracing::debug!(%fault, "the job's log cannot be read");
             }
-            let _ = events.send(Event::Census(rank, census.ok()));
+            let _ = events.send(event(census.ok()));
         };
-        match std::thread::Builder::new().name("census".to_owned()).spawn(read) {
-            Ok(_) => drop(self.prospects.asked.insert(rank, loss)),
-            Err(_) => self.announce_restart(rank, &loss),
-        }
+        std::thread::Builder::new().name("census".to_owned()).spawn(read).is_ok()
     }
 
     fn announce_restart(&self, rank: u32, loss: &Loss) {

@@ -423,11 +423,13 @@ impl Session {
     /// Fails the job: every operation ends with `fault`, here and (each peer is told) everywhere. Only the first
     /// fault counts.
     pub fn fail(&mut self, fault: Fault) {
-        self.end(fault, Outgoing::Abort);
+        // What a newcomer makes of the job concerns nobody who never counted on it.
+        let concerned = self.newcomer.is_none();
+        self.end(fault, concerned.then_some(Outgoing::Abort));
     }
 
-    /// Every operation ends with this fault, and each peer gets the word.
-    fn end(&mut self, fault: Fault, word: fn(Rank) -> Outgoing) {
+    /// Every operation ends with this fault, and each peer gets the word, if there is one.
+    fn end(&mut self, fault: Fault, word: Option<fn(Rank) -> Outgoing>) {
         if self.fault.is_some() {
             return;
         }
@@ -437,9 +439,8 @@ impl Session {
         self.declaring = None;
         self.committing = None;
         self.syncing = false;
-        // Those who went on without this rank, or never counted on what a newcomer makes of the job, are not concerned.
-        let resigns = matches!(word(self.config.rank), Outgoing::Resignation(_));
-        if fault.kind != FaultKind::Removed && (resigns || self.newcomer.is_none()) {
+        // Those who went on without this rank are not concerned.
+        if let Some(word) = word.filter(|_| fault.kind != FaultKind::Removed) {
             for peer in self.others() {
                 if self.peers[peer.index()].reachable() {
                     self.outgoing.push_back(word(peer));

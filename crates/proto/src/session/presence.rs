@@ -99,7 +99,7 @@ impl Session {
         if self.config.recovery == Recovery::Fail {
             self.fail(fault);
         } else {
-            self.end(fault, Outgoing::Resignation);
+            self.end(fault, Some(Outgoing::Resignation));
         }
     }
 

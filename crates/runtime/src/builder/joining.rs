@@ -152,7 +152,7 @@ impl Builder {
         let mut watch = Watch { control: control.as_deref(), view: &mut view, came: &came, patience, joins };
         let (links, door) = listeners.connect(mesh, &mut watch).inspect_err(|fault| {
             // Where this machine lacks something, and the others can go on without this rank, it only leaves.
-            let leaves = goes_on && matches!(fault.kind, FaultKind::MemoryUnavailable | FaultKind::System);
+            let leaves = goes_on && fault.kind.is_shortage();
             // Elsewhere the others wait for links that will not come: they are told why.
             let tells = fault.reporter.is_none() && declared.is_none() && !leaves;
             if let Some(control) = control.as_ref().filter(|_| tells) {

@@ -163,8 +163,7 @@ impl Engine {
     /// Where the link ended for want of something on this machine, it is this rank that cannot go on: taken for the peers'
     /// loss it would cost the job one healthy member after the other. A newcomer that there is no room for stays out.
     pub(super) fn lose(&mut self, peer: Rank, fault: Fault) {
-        let want = matches!(fault.kind, FaultKind::System | FaultKind::MemoryUnavailable);
-        if want && fault.reporter.is_none() && !self.epochs.fresh.contains(&peer) {
+        if fault.kind.is_shortage() && fault.reporter.is_none() && !self.epochs.fresh.contains(&peer) {
             return self.resign_for_want(fault);
         }
         if fault.kind.scope() == Scope::Link {

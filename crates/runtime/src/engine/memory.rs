@@ -8,11 +8,12 @@ use gradwire_proto::bits::Bits;
 use gradwire_proto::frame::Location;
 use gradwire_proto::plan::Plan;
 use gradwire_proto::session::Session;
-use gradwire_proto::{BucketId, Collective, Epoch, Fault, Rank, Step, UnitIndex};
+use gradwire_proto::transfer::UnitResult;
+use gradwire_proto::{BucketId, Epoch, Fault, Rank, Step, UnitIndex};
 use gradwire_transport::{Buffer, Capabilities, Remote, Transport};
 
 use crate::retained::Retained;
-use crate::transfer::{Holder, Made};
+use crate::transfer::Holder;
 
 /// Alignment of buckets within staging and landing memory: a cache line.
 const ALIGNMENT: u64 = 64;
@@ -149,24 +150,14 @@ impl Memory {
         Ok(())
     }
 
-    /// Whether results are to be handed to [`Memory::keep`].
-    pub(super) fn keeps(&self) -> bool {
-        self.retained.is_some() || self.holder.as_ref().is_some_and(|holder| holder.journals())
-    }
-
     /// Keeps a result for ranks that ask for copies, and an allreduce's for newcomers, where that is wanted.
     pub(super) fn keep(&self, session: &Session, unit: UnitIndex, wire: &[u8]) {
         if let Some(retained) = &self.retained {
             retained.keep(self.epoch, self.step, unit, wire);
         }
-        if let Some(holder) = self.holder.as_ref().filter(|holder| holder.journals() && !wire.is_empty()) {
-            let planned = session.plan().unit(unit);
-            let bucket = session.plan().bucket(planned.bucket);
-            if bucket.collective == Collective::AllReduce {
-                let (tensor, at, elements) = (planned.tensor, planned.in_tensor, planned.elements);
-                let made = || Made { tensor, at, elements, wire: bucket.wire, bytes: wire.into() };
-                holder.keep(session.commits(), session.config().epoch, unit, made);
-            }
+        if let Some(holder) = self.holder.as_ref().filter(|holder| holder.journals()) {
+            let result = || UnitResult::of(session.plan(), unit, wire);
+            holder.keep(session.commits(), session.config().epoch, unit, result);
         }
     }
 

@@ -46,7 +46,8 @@ impl Engine {
         let landed_at = memory.landing_offset(plan, unit) as usize;
         let landed = landed_at..landed_at + wire_len as usize;
         let bucket_memory = &memory.buckets[unit_plan.bucket.index()];
-        let RoundMemory { results, landings, .. } = &mut memory.rounds[bucket_memory.round];
+        let round = bucket_memory.round;
+        let RoundMemory { results, landings, .. } = &mut memory.rounds[round];
 
         let slot = &mut slots[unit_plan.tensor.index()];
         let Slot { input, output, .. } = slot;
@@ -76,16 +77,12 @@ impl Engine {
         let outputs = Outputs { wire: wire_out, native: Some(&mut output.bytes_mut()[native.clone()]) };
         let contributors = members.len() as u32;
         let summary = Reduction::new(bucket.dtype, bucket.wire, bucket.reduce, contributors)?.run(inputs, outputs)?;
-        let sent = if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] };
+        let sent = if bucket.direct { &output.bytes()[native.clone()] } else { &results.bytes()[staged.clone()] };
         let crc = crc32(sent);
         memory.set_crc(unit, crc);
-        if memory.keeps() {
-            // Borrowed anew: results are a part of the memory.
-            let staged = local(wire_start..wire_start + wire_len, memory.buckets[unit_plan.bucket.index()].staged_at);
-            let results = &memory.rounds[memory.buckets[unit_plan.bucket.index()].round].results;
-            let native = native_range(unit_plan.in_tensor, unit_plan.elements, bucket.dtype.size());
-            memory.keep(session, unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
-        }
+        // Borrowed anew: results are a part of the memory.
+        let results = &memory.rounds[round].results;
+        memory.keep(session, unit, if bucket.direct { &output.bytes()[native] } else { &results.bytes()[staged] });
         Ok(Some(summary.nonfinite))
     }
 

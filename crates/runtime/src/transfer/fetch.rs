@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 
-use gradwire_proto::transfer::{Ask, Given, No, Sums, backup, home};
+use gradwire_proto::transfer::{Ask, Given, No, Sums, giver, home};
 use gradwire_proto::wire::Malformed;
 use gradwire_proto::{Fault, FaultKind, Rank};
 
@@ -92,11 +92,10 @@ pub(super) fn decode<T>(bytes: &[u8], decode: fn(&[u8]) -> Result<T, Malformed>)
     decode(bytes).map_err(|malformed| invalid(malformed.0).into())
 }
 
-/// Who gives what is at home at this seat: the member that has it, or where that is lost the one that keeps it too. Nothing
-/// if both are lost.
-pub(super) fn giver(sources: &[Source], seat: u32, holders: u32) -> Option<usize> {
+/// Which of these gives what is at home at this seat: nothing if all that keep it are lost.
+pub(super) fn giver_of(sources: &[Source], home: u32, holders: u32) -> Option<usize> {
     let of = |seat: u32| sources.iter().position(|source| source.seat == seat);
-    of(seat).or_else(|| of(backup(seat, holders)?))
+    of(giver(home, holders, |seat| of(seat).is_some())?)
 }
 
 /// Of each piece: its CRC-32, and who gave it.
@@ -147,7 +146,7 @@ pub(super) fn fetch(
     while !left.is_empty() {
         let mut shares: Vec<VecDeque<Target<'_>>> = sources.iter().map(|_| VecDeque::new()).collect();
         for target in left.drain(..) {
-            let Some(nth) = giver(sources, home(target.0, holders), holders) else {
+            let Some(nth) = giver_of(sources, home(target.0, holders), holders) else {
                 return Ok(Err(last.unwrap_or_else(|| (Rank(0), io::Error::other("nobody gives a piece").into()))));
             };
             shares[nth].push_back(target);

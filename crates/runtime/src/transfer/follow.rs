@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use gradwire_codec::unpack;
 use gradwire_proto::manifest::Declaration;
 use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results};
-use gradwire_proto::{DType, Fault, FaultKind, Step};
+use gradwire_proto::{DType, Fault, FaultKind, Rank, Step};
 use gradwire_transport::Buffer;
 
-use super::fetch::{Source, Trouble, at_once, body, decode, giver};
+use super::fetch::{Source, Trouble, at_once, body, decode, giver_of};
 use super::newcomer::Attempt;
 use super::stream::{FrameStream, invalid};
 use crate::state::{StepResults, StepTensor, Trainer};
@@ -110,27 +110,33 @@ impl CaughtUp {
         loop {
             let mut wanted: Vec<Vec<u32>> = self.sources.iter().map(|_| Vec::new()).collect();
             for seat in (0..self.holders).filter(|seat| !self.given.contains_key(seat)) {
-                let Some(nth) = giver(&self.sources, seat, self.holders) else { return Err(Attempt::Again(why)) };
+                let Some(nth) = giver_of(&self.sources, seat, self.holders) else { return Err(Attempt::Again(why)) };
                 wanted[nth].push(seat);
             }
             if wanted.iter().all(Vec::is_empty) {
                 return Ok(true);
             }
+            // Who is asked nothing needs no thread.
+            let asked = |seats: &Vec<u32>| !seats.is_empty();
+            let of = |(source, seats): (&Source, &Vec<u32>)| asked(seats).then_some((source.seat, source.rank));
+            let whom: Vec<(u32, Rank)> = self.sources.iter().zip(&wanted).filter_map(of).collect();
+            let streams = self.sources.iter_mut().map(|source| &mut source.stream);
             let panicked =
                 || (Vec::new(), Some(Trouble::Lost(std::io::Error::other("the thread that reads panicked"))));
-            let answers = at_once(self.sources.iter_mut().zip(wanted), panicked, |(source, seats)| {
-                read_parts(&mut source.stream, commits, &seats)
-            })?;
+            let answers =
+                at_once(streams.zip(wanted).filter(|(_, seats)| asked(seats)), panicked, |(stream, seats)| {
+                    read_parts(stream, commits, &seats)
+                })?;
             let (mut not_yet, mut lost) = (false, Vec::new());
-            for (source, (parts, trouble)) in self.sources.iter().zip(answers) {
+            for ((seat, rank), (parts, trouble)) in whom.into_iter().zip(answers) {
                 self.given.extend(parts);
                 match trouble {
                     None => {}
                     Some(Trouble::No(No { reason: Reason::NotYet, .. })) => not_yet = true,
                     Some(trouble) => {
-                        why = trouble.describe(source.rank);
+                        why = trouble.describe(rank);
                         tracing::info!(why, "a member gives results no longer");
-                        lost.push(source.seat);
+                        lost.push(seat);
                     }
                 }
             }

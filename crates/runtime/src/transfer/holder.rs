@@ -7,10 +7,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{No, Outline, Reason, Results, backup, home, keeps};
+use gradwire_proto::transfer::{Journal, No, Outline, Reason, Results, UnitResult, keeps, stands_in};
 use gradwire_proto::{Epoch, Fault, Rank, Step, UnitIndex};
 
-use super::journal::{Journal, Made};
 use super::parts::parts_of;
 use super::share::{Copying, Share};
 use crate::state::State;
@@ -132,11 +131,19 @@ impl Holder {
     }
 
     /// Keeps a unit of the results of the step after `commits` final ones, if a newcomer is to have it from this member.
-    pub(crate) fn keep(&self, commits: u64, epoch: Epoch, unit: UnitIndex, made: impl FnOnce() -> Made) {
+    pub(crate) fn keep(
+        &self,
+        commits: u64,
+        epoch: Epoch,
+        unit: UnitIndex,
+        result: impl FnOnce() -> Option<UnitResult>,
+    ) {
         let mut inner = self.lock();
         let wants = |served: &Served| keeps(unit.0, served.wish.seat, served.wish.holders);
-        if inner.askers.values().any(wants) {
-            inner.journal.keep(commits, epoch, unit, made());
+        if inner.askers.values().any(wants)
+            && let Some(result) = result()
+        {
+            inner.journal.keep(commits, epoch, unit, result);
         }
     }
 
@@ -288,7 +295,7 @@ impl Holder {
 
     /// The results of the step after `commits` final ones, as far as this seat is their home; earlier ones, and the state,
     /// are not kept for it any more.
-    pub(super) fn results(&self, asker: Asker, commits: u64, seat: u32) -> Result<(Results, Vec<Made>), No> {
+    pub(super) fn results(&self, asker: Asker, commits: u64, seat: u32) -> Result<(Results, Vec<UnitResult>), No> {
         let mut inner = self.lock();
         inner.forget_state(asker);
         self.changed.notify_all();
@@ -298,7 +305,7 @@ impl Holder {
         (served.next, served.heard) = (commits, Instant::now());
         let Wish { seat: own, holders, .. } = served.wish;
         inner.forget_results();
-        if seat != own && backup(seat, holders) != Some(own) {
+        if !stands_in(own, seat, holders) {
             return Err(inner.no(Reason::TooLate, "the results of that seat are not kept here"));
         }
         if inner.leaving {
@@ -307,13 +314,8 @@ impl Holder {
         if commits >= inner.commits {
             return Err(inner.no(Reason::NotYet, "that step is not final"));
         }
-        let now = inner.commits;
-        match inner.journal.step(commits, |unit| home(unit.0, holders) == seat) {
-            Some((epoch, members, made)) => {
-                Ok((Results { epoch, members, commits: now, updates: made.len() as u32 }, made))
-            }
-            None => Err(inner.no(Reason::TooLate, "the results of that step are not kept any more")),
-        }
+        let found = inner.journal.results(commits, inner.commits, (seat, holders));
+        found.ok_or_else(|| inner.no(Reason::TooLate, "the results of that step are not kept any more"))
     }
 
     /// The newcomer is gone, or needs nothing more.

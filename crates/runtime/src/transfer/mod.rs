@@ -11,7 +11,6 @@ mod door;
 mod fetch;
 mod follow;
 mod holder;
-mod journal;
 mod newcomer;
 mod parts;
 mod place;
@@ -21,7 +20,6 @@ mod stream;
 
 pub(crate) use door::{DoorBell, DoorKeeper};
 pub(crate) use holder::Holder;
-pub(crate) use journal::Made;
 pub(crate) use newcomer::Newcomer;
 pub(crate) use parts::{parts_mut_of, parts_of};
 pub(crate) use place::Rival;

@@ -130,8 +130,7 @@ impl Newcomer<'_> {
             ask_all(&mut sources, |_| Ask::Outline, |stream| decode(&body(stream, Given::Outline)?, Outline::decode))?;
         let outlines = all(&sources, outlines)?;
         let outline = outlines.iter().max_by_key(|outline| outline.commits).cloned().unwrap_or_default();
-        let tensors: Vec<Declaration> = outline.declared.iter().flatten().cloned().collect();
-        check_specs(self.specs, &tensors, self.wire)?;
+        check_specs(self.specs, &outline, self.wire)?;
         let resting = outlines.iter().all(|outline| outline.resting && outline.commits == outlines[0].commits);
         let commits = outline.commits + if resting { 0 } else { ahead };
         let holders = sources.len() as u32;
@@ -358,9 +357,9 @@ fn same_parts(sources: &[Source], snapshots: &[Snapshot], ours: &[SavedPart]) ->
 }
 
 /// Checks that this process would declare what the job's ranks have declared.
-fn check_specs(specs: &[TensorSpec], declared: &[Declaration], wire: WireFormat) -> Result<(), Fault> {
+fn check_specs(specs: &[TensorSpec], outline: &Outline, wire: WireFormat) -> Result<(), Fault> {
     let ours: Vec<Declaration> = specs.iter().map(|spec| spec.declaration(wire)).collect();
-    let theirs = || declared.iter().filter(|tensor| !tensor.name.starts_with(RESERVED_PREFIX));
+    let theirs = || outline.declared.iter().flatten().filter(|tensor| !tensor.name.starts_with(RESERVED_PREFIX));
     let hint = "this process trains another model, or runs another version of the program";
     for tensor in theirs() {
         let Some(own) = ours.iter().find(|own| own.name == tensor.name) else {

@@ -4,13 +4,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gradwire_proto::frame::{FrameHeader, FrameKind, JobTag, Location};
+use gradwire_proto::frame::JobTag;
 use gradwire_proto::transfer::{Ask, Given, No, Reason, Snapshot};
-use gradwire_proto::{BucketId, RegionKey, UnitIndex};
 use gradwire_transport::establish::StateStream;
 
 use super::holder::{Asker, Holder};
-use super::journal::Made;
 use super::share::Share;
 use super::stream::FrameStream;
 use crate::system;
@@ -118,13 +116,8 @@ impl Server<'_> {
             Err(no) => return self.refuse(&no),
         };
         self.stream.give(Given::Results, &results.encode())?;
-        for Made { tensor, at, elements, wire, bytes } in made {
-            let mut header = FrameHeader::new(FrameKind::Give, results.epoch);
-            header.bucket = BucketId(Given::Update as u32);
-            (header.unit_first, header.unit_count) = (UnitIndex(tensor.0), elements);
-            header.dtype = Some(wire);
-            header.location = Location { region: RegionKey(0), offset: at };
-            self.stream.send(header, &bytes)?;
+        for unit in made {
+            self.stream.send(unit.header(results.epoch), &unit.bytes)?;
         }
         Ok(())
     }

@@ -1,13 +1,14 @@
 //! What a member keeps for processes that join, and gives to them: for each its share of the state at one step, and the
 //! results of later steps. What `crates/runtime/src/transfer/{holder,server}.rs` are in the product, without their threads.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use gradwire_codec::crc32;
-use gradwire_proto::frame::{FrameHeader, FrameKind, Location};
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{Ask, Given, No, Outline, Reason, Results, Snapshot, Sums, backup, home, keeps, pieces};
-use gradwire_proto::{BucketId, DType, Epoch, Fault, Rank, RegionKey, TensorId, UnitIndex};
+use gradwire_proto::transfer::{
+    Ask, Given, Journal, No, Outline, Reason, Snapshot, Sums, UnitResult, keeps, pieces, stands_in,
+};
+use gradwire_proto::{Epoch, Fault, Rank, UnitIndex};
 
 use super::state::TrainerState;
 use super::stream;
@@ -38,7 +39,7 @@ pub(super) struct Holder {
     too_few: Option<Fault>,
     /// Whom it all is kept for.
     askers: BTreeMap<Asker, For>,
-    journal: VecDeque<Entry>,
+    journal: Journal,
     streams: BTreeMap<Asker, Served>,
     closed: bool,
     /// Of a planted bug: the state, whatever step is asked for.
@@ -73,26 +74,6 @@ struct Kept {
     sums: Sums,
 }
 
-/// The results of a step, as far as they are kept here.
-#[derive(Debug)]
-struct Entry {
-    commits: u64,
-    epoch: Epoch,
-    members: Option<Vec<Rank>>,
-    made: BTreeMap<UnitIndex, Made>,
-}
-
-/// One unit of results, as it travels.
-#[derive(Clone, Debug)]
-pub(super) struct Made {
-    pub(super) tensor: TensorId,
-    /// Its first element's place in the tensor.
-    pub(super) at: u64,
-    pub(super) elements: u32,
-    pub(super) wire: DType,
-    pub(super) bytes: Vec<u8>,
-}
-
 /// A stream.
 #[derive(Clone, Copy, Debug)]
 struct Served {
@@ -124,25 +105,15 @@ impl Holder {
 
     /// How many steps' results are kept.
     pub(super) fn steps_kept(&self) -> usize {
-        self.journal.len()
+        self.journal.steps()
     }
 
     /// Keeps a unit of the results of the step after `commits` final ones, if a newcomer is to have it from this member.
-    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: Made) {
+    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, result: UnitResult) {
         if !self.askers.values().any(|of| keeps(unit.0, of.wish.seat, of.wish.holders)) {
             return;
         }
-        if let Some(last) = self.journal.back_mut().filter(|last| last.commits == commits && last.epoch != epoch) {
-            // It is done again, and its units are others.
-            last.made.clear();
-            last.epoch = epoch;
-        }
-        if self.journal.back().is_none_or(|last| last.commits != commits) {
-            self.journal.push_back(Entry { commits, epoch, members: None, made: BTreeMap::new() });
-        }
-        if let Some(last) = self.journal.back_mut() {
-            last.made.insert(unit, made);
-        }
+        self.journal.keep(commits, epoch, unit, result);
     }
 
     /// A step is final: so many are now, and these were its contributors.
@@ -151,17 +122,7 @@ impl Holder {
         if self.askers.is_empty() {
             return;
         }
-        let step = commits - 1;
-        if self.journal.back().is_none_or(|last| last.commits != step) {
-            self.journal.push_back(Entry { commits: step, epoch, members: None, made: BTreeMap::new() });
-        }
-        if let Some(last) = self.journal.back_mut() {
-            if last.epoch != epoch {
-                last.made.clear();
-                last.epoch = epoch;
-            }
-            last.members = Some(members.to_vec());
-        }
+        self.journal.commit(commits - 1, epoch, members);
     }
 
     /// Too few ranks are left to go on; or there are enough again.
@@ -205,9 +166,7 @@ impl Holder {
     /// Results for which nobody can ask any more are kept no longer.
     fn forget_results(&mut self) {
         let first = self.askers.values().map(|of| of.next).min().unwrap_or(u64::MAX);
-        while self.journal.front().is_some_and(|entry| entry.commits < first) {
-            self.journal.pop_front();
-        }
+        self.journal.forget_before(first);
     }
 
     /// Room for what a newcomer asks for, if there is some or can be made.
@@ -286,21 +245,16 @@ impl Holder {
             (of.through, of.kept, of.next) = (true, None, commits);
             let Wish { seat: own, holders, .. } = of.wish;
             self.forget_results();
-            match self.journal.iter().find(|entry| entry.commits == commits) {
-                _ if seat != own && backup(seat, holders) != Some(own) => {
-                    self.no(Reason::TooLate, "the results of that seat are not kept here")
-                }
-                _ if commits >= self.commits => self.no(Reason::NotYet, "that step is not final"),
-                Some(Entry { epoch, members: Some(members), made, .. }) => {
-                    let wanted = made.iter().filter(|(unit, _)| home(unit.0, holders) == seat);
-                    let made: Vec<&Made> = wanted.map(|(_, made)| made).collect();
-                    let (epoch, updates) = (*epoch, made.len() as u32);
-                    let results = Results { epoch, members: members.clone(), commits: self.commits, updates };
-                    give(context, asker, Given::Results, &results.encode());
-                    made.into_iter().for_each(|made| give_update(context, asker, epoch, made));
-                    return;
-                }
-                _ => self.no(Reason::TooLate, "the results of that step are not kept any more"),
+            if !stands_in(own, seat, holders) {
+                self.no(Reason::TooLate, "the results of that seat are not kept here")
+            } else if commits >= self.commits {
+                self.no(Reason::NotYet, "that step is not final")
+            } else if let Some((results, units)) = self.journal.results(commits, self.commits, (seat, holders)) {
+                give(context, asker, Given::Results, &results.encode());
+                units.iter().for_each(|unit| give_update(context, asker, results.epoch, unit));
+                return;
+            } else {
+                self.no(Reason::TooLate, "the results of that step are not kept any more")
             }
         } else {
             self.no(Reason::TooLate, "nothing is kept for this newcomer")
@@ -385,11 +339,6 @@ fn give(context: &mut Context<'_>, (to, stream): Asker, given: Given, body: &[u8
     context.out.push(Out::State { to, stream, frame: stream::give(given, body) });
 }
 
-fn give_update(context: &mut Context<'_>, (to, stream): Asker, epoch: Epoch, made: &Made) {
-    let mut header = FrameHeader::new(FrameKind::Give, epoch);
-    header.bucket = BucketId(Given::Update as u32);
-    (header.unit_first, header.unit_count) = (UnitIndex(made.tensor.0), made.elements);
-    header.dtype = Some(made.wire);
-    header.location = Location { region: RegionKey(0), offset: made.at };
-    context.out.push(Out::State { to, stream, frame: stream::frame(header, &made.bytes) });
+fn give_update(context: &mut Context<'_>, (to, stream): Asker, epoch: Epoch, unit: &UnitResult) {
+    context.out.push(Out::State { to, stream, frame: stream::frame(unit.header(epoch), &unit.bytes) });
 }

@@ -3,10 +3,10 @@
 use gradwire_codec::unpack;
 use gradwire_proto::frame::{FLAG_CHECKED, FLAG_NONFINITE, FrameHeader, FrameKind, Location};
 use gradwire_proto::session::Admission;
-use gradwire_proto::{Collective, Fault, FaultKind, Rank, RegionKey, UnitIndex};
+use gradwire_proto::transfer::UnitResult;
+use gradwire_proto::{Fault, FaultKind, Rank, RegionKey, UnitIndex};
 
 use super::exchange::Exchange;
-use super::holder::Made;
 use super::regions::{beyond, crc_of, local};
 use crate::mutation::Mutation;
 use crate::plan::Links;
@@ -173,7 +173,7 @@ impl Exchange {
                 unpacked?
             };
             if let Some(bytes) = kept {
-                self.keep_result(UnitIndex(index), bytes);
+                self.keep_result(UnitIndex(index), &bytes);
             }
             self.session.handle_result_unit(UnitIndex(index), nonfinite, context.now);
         }
@@ -181,14 +181,9 @@ impl Exchange {
     }
 
     /// Keeps an allreduce's result for newcomers.
-    pub(super) fn keep_result(&mut self, unit: UnitIndex, bytes: Vec<u8>) {
-        let plan = self.session.plan();
-        let planned = plan.unit(unit);
-        let bucket = plan.bucket(planned.bucket);
-        if bucket.collective == Collective::AllReduce && !bytes.is_empty() {
-            let (tensor, at, elements) = (planned.tensor, planned.in_tensor, planned.elements);
-            let made = Made { tensor, at, elements, wire: bucket.wire, bytes };
-            self.holder.keep(self.session.commits(), self.session.config().epoch, unit, made);
+    pub(super) fn keep_result(&mut self, unit: UnitIndex, bytes: &[u8]) {
+        if let Some(result) = UnitResult::of(self.session.plan(), unit, bytes) {
+            self.holder.keep(self.session.commits(), self.session.config().epoch, unit, result);
         }
     }
 }

@@ -72,7 +72,7 @@ impl Exchange {
         self.memory.set_crc(unit, crc);
         self.memory.buckets[plan.bucket.index()].arrival.retain(|(other, _)| *other != unit.0);
         if let Some(bytes) = kept {
-            self.keep_result(unit, bytes);
+            self.keep_result(unit, &bytes);
         }
         Ok(summary?.nonfinite)
     }

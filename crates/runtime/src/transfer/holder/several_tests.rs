@@ -27,8 +27,8 @@ fn holder() -> (Holder, Flat) {
 
 fn make_step(holder: &Holder, step: u64) {
     let bytes = Arc::from([step as u8; 4]);
-    let made = Made { tensor: TensorId(0), at: 0, elements: 1, wire: DType::F32, bytes };
-    holder.keep(step, Epoch(1), UnitIndex(0), || made);
+    let made = UnitResult { tensor: TensorId(0), at: 0, elements: 1, wire: DType::F32, bytes };
+    holder.keep(step, Epoch(1), UnitIndex(0), || Some(made));
     holder.commit(step + 1, Epoch(1), &[Rank(0)]);
 }
 
@@ -79,9 +79,9 @@ fn results_are_kept_until_all_have_them() {
     }
     assert_eq!(reason(holder.results(1, 3, 0)), Reason::NotYet);
     assert_eq!(holder.results(2, 0, 0).expect("it is kept").1[0].bytes[0], 0);
-    assert_eq!(holder.lock().journal.len(), 3);
+    assert_eq!(holder.lock().journal.steps(), 3);
     holder.release(2);
-    assert_eq!(holder.lock().journal.len(), 0);
+    assert_eq!(holder.lock().journal.steps(), 0);
     assert!(holder.journals());
     holder.release(1);
     assert!(!holder.journals());

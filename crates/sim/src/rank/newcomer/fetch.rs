@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use gradwire_proto::saved::SavedPart;
-use gradwire_proto::transfer::{Snapshot, Sums, backup, home, pieces};
+use gradwire_proto::transfer::{Snapshot, Sums, giver, home, pieces};
 use gradwire_proto::{Fault, FaultKind, Rank};
 
 use super::Trouble;
@@ -61,12 +61,8 @@ impl Fetch {
     /// Asks for what can be asked for. Returns which processes are waited for.
     pub(super) fn ask(&mut self, mut ask: impl FnMut(ProcessId, u32)) -> Vec<(ProcessId, bool)> {
         let count = self.holders.len() as u32;
-        let lost: Vec<bool> = self.holders.iter().map(|(_, asked)| asked.is_none()).collect();
-        // From its home, or where that is lost from the backup of that.
-        let gives = |seat: u32, piece: u32| {
-            let home = home(piece, count);
-            home == seat || lost[home as usize] && backup(home, count) == Some(seat)
-        };
+        let lives: Vec<bool> = self.holders.iter().map(|(_, asked)| asked.is_some()).collect();
+        let gives = |seat: u32, piece: u32| giver(home(piece, count), count, |seat| lives[seat as usize]) == Some(seat);
         let mut waited = Vec::new();
         for (seat, (process, asked)) in (0..).zip(&mut self.holders) {
             let Some(asked) = asked else { continue };

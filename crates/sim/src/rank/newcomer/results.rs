@@ -3,7 +3,7 @@
 use gradwire_codec::{crc32, unpack};
 use gradwire_proto::Collective;
 use gradwire_proto::manifest::Declaration;
-use gradwire_proto::transfer::{Ask, Reason, backup};
+use gradwire_proto::transfer::{Ask, Reason, giver};
 
 use super::{Given, Newcomer, Trouble};
 use crate::mutation::Mutation;
@@ -17,10 +17,10 @@ impl Newcomer {
         let (commits, streams, mut asks) = (self.commits, self.streams, false);
         for seat in (0..self.holders).filter(|seat| !self.given.contains_key(seat)) {
             let of = |seat: u32| self.sources.iter().position(|source| source.seat == seat && source.lost.is_none());
-            let giver = of(seat).or_else(|| of(backup(seat, self.holders)?));
-            let Some(giver) = giver else { return Err(Trouble::Again(why.to_owned())) };
+            let nth = giver(seat, self.holders, |seat| of(seat).is_some()).and_then(of);
+            let Some(nth) = nth else { return Err(Trouble::Again(why.to_owned())) };
             asks = true;
-            let source = &mut self.sources[giver];
+            let source = &mut self.sources[nth];
             // One thing after the other.
             if source.waits.is_none() {
                 (source.waits, source.asked) = (Some(context.now), seat);

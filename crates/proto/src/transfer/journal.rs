@@ -1,16 +1,21 @@
 //! Results of the latest steps, kept for newcomers that follow.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::sync::Arc;
+use alloc::vec::Vec;
 
-use gradwire_proto::{DType, Epoch, Rank, TensorId, UnitIndex};
+use super::{Given, Results, home};
+use crate::dtype::{Collective, DType};
+use crate::frame::{FrameHeader, FrameKind, Location};
+use crate::ids::{BucketId, Epoch, Rank, RegionKey, TensorId, UnitIndex};
+use crate::plan::Plan;
 
 /// Most bytes of results that are kept: a newcomer that falls further behind begins anew.
 const BYTES_MAX: usize = 4 << 30;
 
-/// By step, ascending.
+/// What a member keeps of each step, ascending.
 #[derive(Debug, Default)]
-pub(super) struct Journal {
+pub struct Journal {
     steps: VecDeque<Entry>,
     bytes: usize,
 }
@@ -23,18 +28,49 @@ struct Entry {
     epoch: Epoch,
     /// Whose contributions are in it, once it is final.
     members: Option<Vec<Rank>>,
-    units: BTreeMap<UnitIndex, Made>,
+    units: BTreeMap<UnitIndex, UnitResult>,
 }
 
 /// One unit of results, as it travels.
 #[derive(Clone, Debug)]
-pub(crate) struct Made {
-    pub(crate) tensor: TensorId,
+pub struct UnitResult {
+    /// Whose it is.
+    pub tensor: TensorId,
     /// Its first element's place in the tensor.
-    pub(crate) at: u64,
-    pub(crate) elements: u32,
-    pub(crate) wire: DType,
-    pub(crate) bytes: Arc<[u8]>,
+    pub at: u64,
+    /// How many elements it has.
+    pub elements: u32,
+    /// Their type.
+    pub wire: DType,
+    /// They.
+    pub bytes: Arc<[u8]>,
+}
+
+impl UnitResult {
+    /// A unit's result as it travelled, if it is one that newcomers get: of an allreduce, and not empty.
+    #[must_use]
+    pub fn of(plan: &Plan, unit: UnitIndex, bytes: &[u8]) -> Option<Self> {
+        let planned = plan.unit(unit);
+        let bucket = plan.bucket(planned.bucket);
+        (bucket.collective == Collective::AllReduce && !bytes.is_empty()).then(|| Self {
+            tensor: planned.tensor,
+            at: planned.in_tensor,
+            elements: planned.elements,
+            wire: bucket.wire,
+            bytes: bytes.into(),
+        })
+    }
+
+    /// The header of the frame that gives it; length and checksum are not set.
+    #[must_use]
+    pub fn header(&self, epoch: Epoch) -> FrameHeader {
+        let mut header = FrameHeader::new(FrameKind::Give, epoch);
+        header.bucket = BucketId(Given::Update as u32);
+        (header.unit_first, header.unit_count) = (UnitIndex(self.tensor.0), self.elements);
+        header.dtype = Some(self.wire);
+        header.location = Location { region: RegionKey(0), offset: self.at };
+        header
+    }
 }
 
 impl Entry {
@@ -64,7 +100,7 @@ impl Journal {
     }
 
     /// Keeps a unit of the step after `commits` final ones, which is being made in this epoch.
-    pub(super) fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: Made) {
+    pub fn keep(&mut self, commits: u64, epoch: Epoch, unit: UnitIndex, made: UnitResult) {
         let added = made.bytes.len();
         let Some(entry) = self.entry(commits, epoch) else { return };
         // An operation that was given up, or came twice, counts as it came last.
@@ -78,26 +114,25 @@ impl Journal {
     }
 
     /// The step after `commits` final ones is final too: made in this epoch, of what these members contributed.
-    pub(super) fn commit(&mut self, commits: u64, epoch: Epoch, members: &[Rank]) {
+    pub fn commit(&mut self, commits: u64, epoch: Epoch, members: &[Rank]) {
         if let Some(entry) = self.entry(commits, epoch) {
             entry.members = Some(members.to_vec());
         }
     }
 
-    /// The step after `commits` final ones, if it is final and kept: its epoch, its contributors, and those of its units
-    /// that are wanted.
-    pub(super) fn step(
-        &self,
-        commits: u64,
-        wanted: impl Fn(UnitIndex) -> bool,
-    ) -> Option<(Epoch, Vec<Rank>, Vec<Made>)> {
+    /// The results of the step after `commits` final ones, as far as this seat of `holders` is their home, if that step is
+    /// final and kept. `now`: steps that are final.
+    #[must_use]
+    pub fn results(&self, commits: u64, now: u64, (seat, holders): (u32, u32)) -> Option<(Results, Vec<UnitResult>)> {
         let entry = self.steps.iter().find(|entry| entry.commits == commits)?;
-        let units = entry.units.iter().filter(|(unit, _)| wanted(**unit)).map(|(_, made)| made.clone());
-        Some((entry.epoch, entry.members.clone()?, units.collect()))
+        let wanted = entry.units.iter().filter(|(unit, _)| home(unit.0, holders) == seat);
+        let units: Vec<UnitResult> = wanted.map(|(_, result)| result.clone()).collect();
+        let members = entry.members.clone()?;
+        Some((Results { epoch: entry.epoch, members, commits: now, updates: units.len() as u32 }, units))
     }
 
     /// Earlier steps are kept no longer.
-    pub(super) fn forget_before(&mut self, commits: u64) {
+    pub fn forget_before(&mut self, commits: u64) {
         while self.steps.front().is_some_and(|entry| entry.commits < commits) {
             if let Some(entry) = self.steps.pop_front() {
                 self.bytes -= entry.bytes();
@@ -105,23 +140,27 @@ impl Journal {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
+    /// How many steps are kept.
+    #[must_use]
+    pub fn steps(&self) -> usize {
         self.steps.len()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use alloc::vec;
+
     use super::*;
 
-    fn made(at: u64, byte: u8) -> Made {
-        Made { tensor: TensorId(0), at, elements: 1, wire: DType::F32, bytes: Arc::from([byte; 4]) }
+    fn made(at: u64, byte: u8) -> UnitResult {
+        UnitResult { tensor: TensorId(0), at, elements: 1, wire: DType::F32, bytes: Arc::from([byte; 4]) }
     }
 
     fn bytes(journal: &Journal, commits: u64) -> Option<(u64, Vec<u8>)> {
-        let (epoch, _, made) = journal.step(commits, |_| true)?;
-        Some((epoch.0, made.iter().map(|made| made.bytes[0]).collect()))
+        let (results, units) = journal.results(commits, 9, (0, 1))?;
+        assert_eq!((results.commits, results.updates as usize), (9, units.len()));
+        Some((results.epoch.0, units.iter().map(|unit| unit.bytes[0]).collect()))
     }
 
     #[test]
@@ -133,7 +172,7 @@ mod tests {
         assert_eq!(bytes(&journal, 7), None);
         journal.commit(7, Epoch(1), &[Rank(0)]);
         assert_eq!(bytes(&journal, 7), Some((1, vec![3, 2])));
-        assert_eq!(journal.step(7, |unit| unit == UnitIndex(1)).expect("it is kept").2.len(), 1);
+        assert_eq!(journal.results(7, 9, (1, 2)).expect("it is kept").1.len(), 1);
         // A step in which nothing of what is kept here was made.
         journal.commit(8, Epoch(1), &[Rank(0)]);
         assert_eq!(bytes(&journal, 8), Some((1, vec![])));
