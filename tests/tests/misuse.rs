@@ -114,6 +114,22 @@ fn commits_and_operations_that_do_not_match_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn a_trainer_that_hangs_costs_its_own_rank_only() {
+    // Its process is there and answers; only its part of the step does not come.
+    for recovery in ["abort", "redo"] {
+        let ended = run(recovery, "hang");
+        for rank in [&ended[0], &ended[2]] {
+            assert_eq!(rank.verdict(), format!("ok {STEPS} steps"), "{recovery}: {ended:#?}");
+        }
+        let said = ended[1].verdict();
+        assert!(said.starts_with("fault Removed rank=1") && said.contains("its trainer may hang"), "{said}");
+    }
+    for rank in run("fail", "hang") {
+        assert!(rank.verdict().starts_with("fault NotOffered rank=1"), "{rank:?}");
+    }
+}
+
+#[test]
 fn a_newcomer_whose_parts_do_not_fit_together_hears_which_and_the_others_go_on() {
     let plan = plan("redo");
     let start = |rank, how: &str, steps: &str| plan.command_of("e2e-misuse", rank, &[how, steps]);

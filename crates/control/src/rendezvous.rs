@@ -26,7 +26,9 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
-use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, Member, RecordId, Snapshot, View};
+use gradwire_proto::membership::{
+    Body, Change, Departure, FIRST_EPOCH, Log, Member, RecordId, Replica, Snapshot, View,
+};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 
 use crate::record::{RECORD_VERSION, Record};
@@ -54,8 +56,6 @@ const SUSPECT_GRACE: Duration = Duration::from_secs(1);
 const GRACE_MAX: Duration = Duration::from_secs(10);
 /// Most events that wait to be taken.
 const EVENTS_MAX: usize = 1024;
-/// Most record ids that are remembered, for each rank.
-const IDS_PER_RANK_MAX: usize = 64;
 
 /// The protocol version of the data path that a Join announces.
 pub(crate) const PROTOCOL_VERSION: u16 = gradwire_proto::frame::PROTOCOL_VERSION as u16;
@@ -70,14 +70,6 @@ enum State {
     Failed(Fault),
 }
 
-/// What the log says that is being read again after a reconnection.
-#[derive(Debug)]
-struct Reread {
-    log: Log,
-    /// When to say what it lacks: set when everything before our own Join was read.
-    due: Option<Instant>,
-}
-
 /// One rank's view of the control log.
 #[derive(Debug)]
 pub(crate) struct Rendezvous {
@@ -85,8 +77,9 @@ pub(crate) struct Rendezvous {
     deadline: Instant,
     deadline_after: Duration,
     state: State,
-    log: Log,
-    reread: Option<Reread>,
+    replica: Replica,
+    /// When to say what the log lacks, after a reconnection: everything before our own Join was read.
+    restate_at: Option<Instant>,
     /// When the last rank joined.
     complete_at: Option<Instant>,
     /// From when on a proposal of the next epoch is wanted.
@@ -95,7 +88,6 @@ pub(crate) struct Rendezvous {
     /// Ranks of this instance that wrote what does not verify.
     unverified: BTreeSet<Rank>,
     suspect_at: Option<Instant>,
-    ids: (BTreeSet<RecordId>, VecDeque<RecordId>),
     proposed: bool,
     /// The last proposal of a later epoch: the view that it followed, and the members.
     proposed_next: Option<(RecordId, Vec<RecordId>)>,
@@ -117,14 +109,13 @@ impl Rendezvous {
             deadline,
             deadline_after,
             state: State::Joining,
-            log: Log::new(me.world_size),
-            reread: None,
+            replica: Replica::new(me.world_size),
+            restate_at: None,
             complete_at: None,
             change_due_at: None,
             others: Others::new(me.instance, me.rank),
             unverified: BTreeSet::new(),
             suspect_at: None,
-            ids: Default::default(),
             proposed: false,
             proposed_next: None,
             unwanted: None,
@@ -137,12 +128,16 @@ impl Rendezvous {
         }
     }
 
+    fn log(&self) -> &Log {
+        self.replica.log()
+    }
+
     /// How joining ended, once it has: with a view that this process is in or, in a running job, with one that it is not
     /// in yet.
     pub(crate) fn outcome(&self) -> Option<Result<&View, &Fault>> {
         match &self.state {
             State::Joining => None,
-            State::Late | State::Member | State::Removed => Some(Ok(self.log.view())),
+            State::Late | State::Member | State::Removed => Some(Ok(self.log().view())),
             State::Failed(fault) => Some(Err(fault)),
         }
     }
@@ -160,13 +155,17 @@ impl Rendezvous {
     /// A snapshot to store, where it is this rank's turn and the last one is old.
     pub(crate) fn poll_snapshot(&mut self) -> Option<Snapshot> {
         let (epoch, changes) = self.stored;
-        let now = (self.log.view().epoch, self.log.applied());
+        let now = (self.log().view().epoch, self.log().applied());
         let old = now.0 > epoch || now.1 >= changes + SNAPSHOT_CHANGES;
-        if !old || !self.is_elastic_member() || self.log.live().next()?.id != self.me.join_id {
+        if !old
+            || self.replica.is_lost()
+            || !self.is_elastic_member()
+            || self.log().live().next()?.id != self.me.join_id
+        {
             return None;
         }
         self.stored = now;
-        Some(self.log.snapshot())
+        Some(self.log().snapshot())
     }
 
     /// How many records of this instance were ignored because they did not verify or were malformed.
@@ -186,15 +185,16 @@ impl Rendezvous {
             self.append(Body::Ready { author: join_id });
         }
         self.others.link_opened();
-        if matches!(self.state, State::Member) {
-            self.reread = Some(Reread { log: Log::new(world_size), due: None });
-        }
+        self.replica.read_again();
+        self.restate_at = None;
     }
 
     /// Takes a snapshot that stands for the part of the log that is not read.
     pub(crate) fn handle_snapshot(&mut self, now: Instant, rank: Rank, id: RecordId, snapshot: Snapshot) {
         self.others.settle();
-        self.handle_body(now, rank, id, Body::Snapshot(snapshot), false);
+        // For who has read the log before it is where reading again begins, and no news.
+        let is_new = self.log().view().epoch == Epoch(0);
+        self.handle_body(now, rank, id, Body::Snapshot(snapshot), is_new);
     }
 
     /// This process joined a running job, and has what it needs to take part: the members may take it in.
@@ -208,7 +208,7 @@ impl Rendezvous {
     /// Tells the others that this rank does not count on this process any more, if it is a member. Returns its rank then.
     /// A rank alone would not do: another process may have it by now.
     pub(crate) fn suspect(&mut self, process: RecordId, reason: String) -> Option<Rank> {
-        let view = self.log.view();
+        let view = self.log().view();
         let rank = view.member(process)?.rank;
         let body = Body::Suspect { author: self.me.join_id, epoch: view.epoch, member: process, reason };
         self.append(body);
@@ -219,7 +219,7 @@ impl Rendezvous {
     pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         let joining = matches!(self.state, State::Joining);
         let while_joining = [Some(self.deadline), self.suspect_at, self.first_propose_at(), self.others.challenge_at()];
-        let later = [self.next_propose_at(), self.reread.as_ref().and_then(|reread| reread.due)];
+        let later = [self.next_propose_at(), self.restate_at];
         let always = later.into_iter().flatten().chain(self.others.answer_at());
         while_joining.into_iter().flatten().filter(|_| joining).chain(always).min()
     }
@@ -229,12 +229,12 @@ impl Rendezvous {
         if let Some(challenge) = self.others.take_answer(now) {
             self.append(Body::Alive { challenge });
         }
-        if self.reread.as_ref().and_then(|reread| reread.due).is_some_and(|due| due <= now) {
-            self.restate();
+        if self.restate_at.take_if(|at| *at <= now).is_some() {
+            self.restate(now);
         }
         if self.next_propose_at().is_some_and(|at| at <= now) {
             self.proposed_next = Some(self.next_proposal());
-            self.append(self.log.proposal(self.me.join_id));
+            self.append(self.log().proposal(self.me.join_id));
             self.change_due_at = Some(now + PROPOSE_AGAIN);
         }
         if !matches!(self.state, State::Joining) {
@@ -248,7 +248,7 @@ impl Rendezvous {
             self.append(Body::Challenge);
         } else if self.first_propose_at().is_some_and(|at| at <= now) {
             self.proposed = true;
-            self.append(self.log.proposal(self.me.join_id));
+            self.append(self.log().proposal(self.me.join_id));
         }
     }
 
@@ -276,8 +276,8 @@ impl Rendezvous {
         } else {
             match Body::decode(header.kind, record.body) {
                 Ok(Some(body)) => {
-                    let again = !self.remember(header.id);
-                    self.handle_body(now, header.rank, header.id, body, again);
+                    let is_new = self.replica.is_new(header.id);
+                    self.handle_body(now, header.rank, header.id, body, is_new);
                 }
                 Ok(None) => {}
                 Err(_) => self.rejected += 1,
@@ -286,85 +286,93 @@ impl Rendezvous {
         self.weigh_suspicion(now);
     }
 
-    /// `again`: the record was read before. It changes nothing then, but the log that is read again is built from it.
-    fn handle_body(&mut self, now: Instant, rank: Rank, id: RecordId, body: Body, again: bool) {
-        let live_index = self.live_index();
-        if let Some(reread) = &mut self.reread {
-            reread.log.apply(rank, id, &body);
-            if id == self.me.join_id {
-                reread.due = Some(now + grace(RESTATE_GRACE, live_index));
+    /// Not `is_new`: the record was read before. It changes nothing then, but in a log that is read again.
+    fn handle_body(&mut self, now: Instant, rank: Rank, id: RecordId, body: Body, is_new: bool) {
+        if let Body::Join { world_size, protocol, .. } = body {
+            if is_new {
+                self.others.settle();
+            }
+            if let Err(fault) = self.check_join(rank, world_size, protocol) {
+                return if is_new {
+                    self.turn_away(id, fault)
+                };
             }
         }
-        if again {
-            return;
+        let change = self.replica.apply(rank, id, &body, is_new);
+        let restored = matches!(change, Change::View | Change::Restored);
+        if self.replica.has_to_restate() && (id == self.me.join_id || restored) {
+            self.restate_at = Some(now + grace(RESTATE_GRACE, self.live_index()));
         }
-        if let Body::Suspect { member, reason, .. } = &body
-            && *member == self.me.join_id
-        {
-            self.unwanted = Some(reason.clone());
-        }
-        match body {
-            Body::Join { world_size, protocol, .. } => self.handle_join(now, rank, id, (world_size, protocol), &body),
-            Body::Failed { author, fault } if id != self.me.join_id && author != self.me.join_id => {
-                self.handle_failed(rank, author, fault);
+        match &body {
+            Body::Join { .. } if is_new => self.handle_join(now, rank, id, &change),
+            Body::Suspect { member, reason, .. } if *member == self.me.join_id => self.unwanted = Some(reason.clone()),
+            Body::Failed { author, fault } if is_new && *author != self.me.join_id => {
+                self.handle_failed(rank, *author, fault.clone());
             }
-            Body::Challenge => self.others.challenged(now, id),
-            Body::Alive { challenge } => self.others.answered(challenge),
-            _ => {
-                let change = self.log.apply(rank, id, &body);
-                self.handle_change(change);
-            }
+            Body::Challenge if is_new => self.others.challenged(now, id),
+            Body::Alive { challenge } if is_new => self.others.answered(*challenge),
+            _ => {}
         }
+        self.handle_change(now, change);
         self.weigh_change(now);
         self.weigh_end();
     }
 
-    fn handle_join(&mut self, now: Instant, rank: Rank, id: RecordId, join: (u32, u16), body: &Body) {
-        let (world_size, protocol) = join;
-        self.others.settle();
+    /// Whether a process may take part at all.
+    fn check_join(&self, rank: Rank, world_size: u32, protocol: u16) -> Result<(), Fault> {
         if protocol != PROTOCOL_VERSION {
-            return self.turn_away(id, words::version(rank, "protocol", protocol, PROTOCOL_VERSION));
+            return Err(words::version(rank, "protocol", protocol, PROTOCOL_VERSION));
         }
         if world_size != self.me.world_size {
-            return self.turn_away(id, self.other_world_size(rank, world_size));
+            return Err(self.other_world_size(rank, world_size));
         }
         let ranks_max = self.me.policy.ranks_max(world_size);
         if rank.0 >= ranks_max {
             let detail = format!("{rank} joined a job of {ranks_max} ranks at most: ranks count from 0");
-            return self.turn_away(id, Fault::new(FaultKind::WorldMismatch, detail).at(rank));
+            return Err(Fault::new(FaultKind::WorldMismatch, detail).at(rank));
         }
+        Ok(())
+    }
+
+    fn handle_join(&mut self, now: Instant, rank: Rank, id: RecordId, change: &Change) {
         if id == self.me.join_id {
             self.others.seen_self(now);
         }
-        let change = self.log.apply(rank, id, body);
-        if change == Change::RankTaken {
+        if *change == Change::RankTaken {
             self.conflict(self.taken_twice(rank));
         }
-        if self.me.policy == Policy::Fixed && matches!(self.state, State::Member) && change != Change::None {
+        let fixed = self.me.policy == Policy::Fixed && matches!(self.state, State::Member);
+        if fixed && matches!(change, Change::Candidate | Change::RankTaken) {
             self.turn_away(id, self.nobody_joins(rank));
-        } else if self.is_undecided() && self.log.next_members().len() == self.me.world_size as usize {
+        }
+        self.weigh_completeness(now);
+        self.weigh_lateness();
+    }
+
+    /// Whether there is a process for each rank that the job starts with.
+    fn weigh_completeness(&mut self, now: Instant) {
+        if self.is_undecided() && self.log().next_members().len() == self.me.world_size as usize {
             self.complete_at.get_or_insert(now);
         }
-        self.weigh_lateness();
     }
 
     /// A process that does not fit joined. Before the members were decided that ends the job on every rank; one that joins
     /// a running job is told why by its first member, and is nobody else's affair.
     fn turn_away(&mut self, id: RecordId, fault: Fault) {
-        let is_first = self.log.live().next().is_some_and(|first| first.id == self.me.join_id);
+        let is_first = self.log().live().next().is_some_and(|first| first.id == self.me.join_id);
         if self.is_undecided() {
             self.fail(fault);
-        } else if is_first && matches!(self.state, State::Member) && self.log.view().member(id).is_none() {
-            let (author, epoch) = (self.me.join_id, self.log.view().epoch);
+        } else if is_first && matches!(self.state, State::Member) && self.log().view().member(id).is_none() {
+            let (author, epoch) = (self.me.join_id, self.log().view().epoch);
             self.append(Body::Suspect { author, epoch, member: id, reason: fault.detail });
         }
     }
 
     /// Whether this process turns out to have joined a job that runs.
     fn weigh_lateness(&mut self) {
-        let waits = self.log.candidates().iter().any(|candidate| candidate.id == self.me.join_id);
+        let waits = self.log().candidates().iter().any(|candidate| candidate.id == self.me.join_id);
         let elastic = matches!(self.me.policy, Policy::Elastic { .. });
-        if elastic && waits && matches!(self.state, State::Joining) && self.log.view().epoch >= FIRST_EPOCH {
+        if elastic && waits && matches!(self.state, State::Joining) && self.log().view().epoch >= FIRST_EPOCH {
             self.state = State::Late;
         }
     }
@@ -372,11 +380,11 @@ impl Rendezvous {
     fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: Fault) {
         let fault = if fault.reporter.is_none() { fault.reported_by(rank) } else { fault };
         // Once there are members, who is none has no say: a newcomer that was not taken in, or one that was removed.
-        let view = self.log.view();
+        let view = self.log().view();
         let has_say = match self.me.policy {
             _ if view.epoch == Epoch(0) => true,
             Policy::Fixed => view.member(author).is_some(),
-            Policy::Elastic { .. } => self.log.live().any(|member| member.id == author),
+            Policy::Elastic { .. } => self.log().live().any(|member| member.id == author),
         };
         match self.state {
             _ if !has_say => {}
@@ -385,9 +393,10 @@ impl Rendezvous {
         }
     }
 
-    fn handle_change(&mut self, change: Change) {
+    fn handle_change(&mut self, now: Instant, change: Change) {
         match change {
             Change::View => self.handle_view(),
+            Change::Restored => self.handle_restored(now),
             Change::Gone(member, Departure::Left) if member.id != self.me.join_id => {
                 let rank = member.rank;
                 let detail = format!("{rank} left before the job had started; look at its output for the reason");
@@ -404,7 +413,7 @@ impl Rendezvous {
                 self.state = State::Removed;
                 self.tell(ControlEvent::Removed(self.refused(by)));
             }
-            Change::Diverged if matches!(self.state, State::Member) => {
+            Change::Diverged if matches!(self.state, State::Member | State::Late) => {
                 self.tell(ControlEvent::Failed(self.diverged()));
             }
             _ => {}
@@ -412,18 +421,18 @@ impl Rendezvous {
     }
 
     fn handle_view(&mut self) {
-        let view = self.log.view();
+        let view = self.log().view();
         let member = view.member(self.me.join_id).is_some();
         match self.state {
             State::Joining if member => self.state = State::Member,
-            State::Joining if self.log.is_gone(self.me.join_id) => self.fail(self.removed()),
+            State::Joining if self.log().is_gone(self.me.join_id) => self.fail(self.removed()),
             State::Joining if self.me.policy == Policy::Fixed => self.fail(self.too_late()),
             State::Late | State::Member if member => {
                 let view = view.clone();
                 self.state = State::Member;
                 self.tell(ControlEvent::View(view));
             }
-            State::Late if !self.log.is_gone(self.me.join_id) => self.tell(ControlEvent::View(view.clone())),
+            State::Late if !self.log().is_gone(self.me.join_id) => self.tell(ControlEvent::View(view.clone())),
             State::Member | State::Late => {
                 self.state = State::Removed;
                 self.tell(ControlEvent::Removed(self.removed()));
@@ -434,14 +443,26 @@ impl Rendezvous {
         self.change_due_at = None;
     }
 
+    /// The log was lost, and stands again: with other candidates, and others gone.
+    fn handle_restored(&mut self, now: Instant) {
+        self.complete_at = None;
+        self.change_due_at = None;
+        self.weigh_completeness(now);
+        if matches!(self.state, State::Late) && self.log().is_gone(self.me.join_id) {
+            self.state = State::Removed;
+            self.tell(ControlEvent::Removed(self.removed()));
+        }
+        self.weigh_lateness();
+    }
+
     /// Whether a next epoch is wanted, and since when.
     fn weigh_change(&mut self, now: Instant) {
-        if !self.is_elastic_member() || !self.log.is_change_due() {
+        if !self.is_elastic_member() || !self.log().is_change_due() {
             self.change_due_at = None;
             return;
         }
-        let next = self.log.next_members();
-        let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
+        let next = self.log().next_members();
+        let only_grows = self.log().view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
         let due = if only_grows { now + GROW_GRACE } else { now };
         let earlier = self.change_due_at.unwrap_or(due);
         // A further suspicion of the same process is no news: what was proposed is proposed again after a while only.
@@ -451,24 +472,24 @@ impl Rendezvous {
 
     /// Whether nobody is left who could take this process in.
     fn weigh_end(&mut self) {
-        if matches!(self.state, State::Late) && self.log.is_over() {
+        if matches!(self.state, State::Late) && self.log().is_over() {
             self.state = State::Removed;
             self.tell(ControlEvent::Failed(self.over()));
         }
     }
 
     fn next_proposal(&self) -> (RecordId, Vec<RecordId>) {
-        (self.log.view().id, self.log.next_members().into_iter().map(|member| member.id).collect())
+        (self.log().view().id, self.log().next_members().into_iter().map(|member| member.id).collect())
     }
 
     fn is_elastic_member(&self) -> bool {
         let elastic = matches!(self.me.policy, Policy::Elastic { .. });
-        elastic && matches!(self.state, State::Member) && !self.log.is_gone(self.me.join_id)
+        elastic && matches!(self.state, State::Member) && !self.log().is_gone(self.me.join_id)
     }
 
     /// Whether the members of the first epoch are not known yet.
     fn is_undecided(&self) -> bool {
-        matches!(self.state, State::Joining) && self.log.view().epoch == Epoch(0)
+        matches!(self.state, State::Joining) && self.log().view().epoch == Epoch(0)
     }
 
     /// What stands in the log before the members were decided ends the job on every rank; later it is the affair of
@@ -493,18 +514,16 @@ impl Rendezvous {
         self.appends.push_back(Append { id: None, body });
     }
 
-    /// The log that was read again lacks our view, or has another of this epoch: it was lost, and is written again as a
-    /// whole.
-    fn restate(&mut self) {
-        let Some(reread) = self.reread.take() else { return };
-        let (theirs, ours) = (reread.log.view(), self.log.view());
-        if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
-            self.append(Body::Snapshot(self.log.snapshot()));
-        }
+    /// Says what the log lacks that was read again.
+    fn restate(&mut self, now: Instant) {
+        let (bodies, change) = self.replica.restate(self.me.join_id);
+        bodies.into_iter().for_each(|body| self.append(body));
+        self.handle_change(now, change);
+        self.weigh_change(now);
     }
 
     fn first_propose_at(&self) -> Option<Instant> {
-        if self.proposed || !self.is_undecided() {
+        if self.proposed || !self.is_undecided() || self.replica.is_lost() {
             return None;
         }
         let ready = self.complete_at?.max(self.others.clear_at(ANSWER_MAX)?);
@@ -512,32 +531,20 @@ impl Rendezvous {
     }
 
     fn next_propose_at(&self) -> Option<Instant> {
+        if self.replica.is_lost() {
+            return None;
+        }
         Some(self.change_due_at? + grace(PROPOSE_GRACE, self.live_index()))
     }
 
     /// How many live members have a lower rank.
     fn live_index(&self) -> u32 {
-        self.log.live().take_while(|member| member.id != self.me.join_id).count() as u32
-    }
-
-    /// Remembers a record's id. False if it was seen before.
-    fn remember(&mut self, id: RecordId) -> bool {
-        let (known, order) = &mut self.ids;
-        if !known.insert(id) {
-            return false;
-        }
-        order.push_back(id);
-        if order.len() > IDS_PER_RANK_MAX * self.me.world_size as usize
-            && let Some(oldest) = order.pop_front()
-        {
-            known.remove(&oldest);
-        }
-        true
+        self.log().live().take_while(|member| member.id != self.me.join_id).count() as u32
     }
 
     /// The process that joined as this rank, and can be counted on.
     fn joined(&self, rank: Rank) -> Option<&Member> {
-        self.log.next_members().into_iter().find(|member| member.rank == rank)
+        self.log().next_members().into_iter().find(|member| member.rank == rank)
     }
 
     /// If nothing of all the others verifies, it is this rank that has another secret. The others cannot conclude

@@ -16,13 +16,16 @@
 //! A log that lost its records (a broker without storage that restarted) is written again: members append a
 //! [`Snapshot`] of what they know, and readers take the one of the highest epoch. Who is behind finds records in such a
 //! log, before the snapshot, that are about epochs which it does not know yet: they are kept, and count once it does.
+//! [`Replica`] finds out that the log was lost, and keeps what was read in it apart from the new one.
 
 mod record;
+mod replica;
 
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
 pub use record::{Body, ProposedMember, SNAPSHOT_CANDIDATES_MAX};
+pub use replica::Replica;
 
 use crate::limits::WORLD_SIZE_MAX;
 use crate::member::Endpoint;
@@ -96,6 +99,8 @@ pub enum Change {
     Gone(Member, Departure),
     /// There is a new view.
     View,
+    /// The log was lost and stands again, with the same view: who waits and who is gone may be others.
+    Restored,
     /// A snapshot holds another view of this epoch: the log was lost, and ranks had gone on differently.
     Diverged,
 }

@@ -13,6 +13,8 @@ use gradwire::{
 const SIZES: [u64; 3] = [10, 5000, 100_000];
 /// The step in which it goes wrong.
 const WRONG_STEP: u64 = 3;
+/// Longer than the others wait.
+const HANG: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
     let argument = |at: usize| std::env::args().nth(at).unwrap_or_default();
@@ -75,6 +77,10 @@ fn train(how: &str, steps: u64) -> Result<String, Fault> {
             ("skip-commit", true) => exchange(open, &tensors),
             ("post-while-committing", true) => post_while_committing(open, &tensors),
             ("commit-with-open", true) => commit_with_open(open, &tensors),
+            ("hang", true) => {
+                std::thread::sleep(HANG);
+                step_of(open, &tensors)
+            }
             ("offer-twice", true) => open.offer_state(&model).and_then(|()| step_of(open, &tensors)),
             ("many-threads", _) => many_threads(open, &tensors),
             _ => step_of(open, &tensors),

@@ -631,6 +631,30 @@ fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
 }
 
 #[test]
+fn a_suspicion_that_only_some_had_read_does_not_part_them_when_the_log_is_lost() {
+    let mut world = elastic(5);
+    world.suspect(1, 4, "silent");
+    let suspicion = world.nodes[1].machine.poll_append().expect("it is said");
+    world.write(1, RECORD_VERSION, suspicion);
+    // Rank 2 alone reads it before the broker restarts.
+    let read = world.nodes[2].read;
+    let (now, bytes) = (world.now, world.log[read].clone());
+    let Node { machine, key, .. } = &mut world.nodes[2];
+    machine.handle_record(now, &key.open(&bytes).expect("a record"));
+    world.nodes.pop();
+    world.log.clear();
+    for node in &mut world.nodes {
+        node.read = 0;
+        node.machine.link_opened();
+    }
+    world.run();
+    for node in 0..4 {
+        assert_eq!(world.ranks(node), (2, vec![0, 1, 2, 3]), "rank 2 says again what has been forgotten");
+        assert_eq!(world.membership(node), world.membership(0));
+    }
+}
+
+#[test]
 fn a_log_that_is_still_there_is_not_written_again() {
     let mut world = elastic(3);
     for node in &mut world.nodes {

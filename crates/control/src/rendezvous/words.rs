@@ -37,8 +37,8 @@ impl Rendezvous {
         let missing: Vec<Rank> =
             (0..self.me.world_size).map(Rank).filter(|rank| self.joined(*rank).is_none()).collect();
         let seconds = self.deadline_after.as_secs_f64();
-        if self.log.view().epoch.0 > 0 {
-            return self.not_taken_in(self.log.view(), seconds);
+        if self.log().view().epoch.0 > 0 {
+            return self.not_taken_in(self.log().view(), seconds);
         }
         let Some(first) = missing.first() else {
             let detail = format!(
@@ -98,7 +98,7 @@ impl Rendezvous {
         let detail = format!(
             "the others went on without {} in {}{why}: it was silent or cut off for too long; start it again to take part",
             self.me.rank,
-            self.log.view().epoch
+            self.log().view().epoch
         );
         Fault::new(FaultKind::Removed, detail).at(self.me.rank)
     }
@@ -145,7 +145,7 @@ impl Rendezvous {
              the job again from its last checkpoint, and keep the log on a broker that stores it (--data-dir, or an \
              Apache Pulsar cluster)",
             self.me.job,
-            self.log.view().epoch
+            self.log().view().epoch
         );
         Fault::new(FaultKind::Diverged, detail)
     }

@@ -22,6 +22,7 @@ use alloc::format;
 use alloc::vec::Vec;
 use core::mem;
 
+use super::lateness::reserve;
 use super::state::{Outgoing, PeerState, Sync};
 use super::transmit::Body;
 use super::{Event, Next, Recovery, Session, Wish, at_first, name_ranks};
@@ -47,6 +48,8 @@ const ABORTED: &str =
 #[derive(Debug)]
 pub(super) struct Committing {
     pub(super) deadline: u64,
+    /// When members that are not through with the step are given up next.
+    pub(super) late_at: u64,
     pub(super) wish: Wish,
     /// The peers were told that this rank has all results.
     pub(super) said: bool,
@@ -82,8 +85,10 @@ impl Session {
         if self.committing.is_some() {
             return Err(Fault::new(FaultKind::TensorBusy, "the step is being committed by another thread"));
         }
-        let deadline = now.saturating_add(deadline_ns.unwrap_or(self.config.timing.deadline_ns));
-        self.committing = Some(Committing { deadline, wish: self.wish, said: false });
+        let deadline_ns = deadline_ns.unwrap_or(self.config.timing.deadline_ns);
+        let deadline = now.saturating_add(deadline_ns);
+        let late_at = deadline.saturating_sub(reserve(deadline_ns));
+        self.committing = Some(Committing { deadline, late_at, wish: self.wish, said: false });
         self.say_has_all();
         self.check_departed_commit();
         match &self.fault {
@@ -339,6 +344,7 @@ impl Session {
             return;
         }
         self.syncing = false;
+        self.watches_from = now;
         let peers = self.others().filter_map(|peer| self.peers[peer.index()].sync.clone());
         let all: Vec<Sync> = peers.chain([own.clone()]).collect();
         let newcomers = all.iter().any(|sync| sync.newcomer);
@@ -501,5 +507,4 @@ pub(super) fn write_sync(sync: &Sync, landing: Location, header: &mut FrameHeade
 }
 
 #[cfg(test)]
-#[path = "epoch_tests.rs"]
 mod tests;

@@ -23,6 +23,7 @@ mod departure;
 mod ending;
 mod epoch;
 mod frames;
+mod lateness;
 mod mismatch;
 mod newcomer;
 mod presence;
@@ -102,6 +103,8 @@ pub struct Session {
     /// When peers are told next that this rank is there, and when the first of them has been silent for too long.
     heartbeat_at: u64,
     silence_at: u64,
+    /// Since when this rank runs, in this epoch: before that it cannot say who is late.
+    watches_from: u64,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -145,6 +148,7 @@ impl Session {
             declared: Vec::new(),
             heartbeat_at: 0,
             silence_at: u64::MAX,
+            watches_from: 0,
             somebody_left: false,
             leaving: false,
             farewell: false,

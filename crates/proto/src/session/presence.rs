@@ -36,6 +36,9 @@ impl Session {
         }
         // A rank that did not run itself, or begins, has no word on others.
         let late = now > self.heartbeat_at.saturating_add(every);
+        if late {
+            self.watches_from = now;
+        }
         let speaks = now >= self.heartbeat_at;
         if speaks {
             self.heartbeat_at = now.saturating_add(every);

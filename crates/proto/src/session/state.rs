@@ -6,6 +6,7 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use super::ending::{Next, Wish};
+use super::lateness::reserve;
 use super::types::Rejected;
 use crate::bits::Bits;
 use crate::frame::Location;
@@ -28,6 +29,8 @@ pub(super) struct TensorState {
     /// Its place in the list of operations in flight.
     pub(super) active_at: usize,
     pub(super) deadline: u64,
+    /// When ranks whose part is missing are given up next.
+    pub(super) late_at: u64,
     /// When something last got better, or was last asked for.
     pub(super) progress_at: u64,
     /// How long without progress until something is asked for.
@@ -57,6 +60,7 @@ impl TensorState {
             again: false,
             active_at: 0,
             deadline: 0,
+            late_at: u64::MAX,
             progress_at: 0,
             patience_ns: 0,
             results_missing: 0,
@@ -72,6 +76,7 @@ impl TensorState {
     pub(super) fn begin(&mut self, now: u64, deadline_ns: u64, resend_ns: u64) {
         (self.active, self.again) = (true, false);
         self.deadline = now.saturating_add(deadline_ns);
+        self.late_at = self.deadline.saturating_sub(reserve(deadline_ns));
         self.progress(now);
         // Asked for early enough that who is to blame is known when the deadline comes.
         self.patience_ns = resend_ns.min(deadline_ns / 4).max(1);

@@ -26,12 +26,13 @@ impl Session {
         });
         let declaring = self.declaring.as_ref().map(|round| round.deadline);
         let committing = self.committing.as_ref().map(|committing| committing.deadline);
-        operations.chain(held).chain(declaring).chain(committing).chain(self.next_beat()).min()
+        operations.chain(held).chain(declaring).chain(committing).chain(self.next_beat()).chain(self.late_at()).min()
     }
 
     /// Time has passed: fails what is past its deadline, and asks again for what is overdue.
     pub fn handle_timeout(&mut self, now: u64) {
         self.beat(now);
+        self.give_up_late(now);
         for at in 0..self.active.len() {
             // A failure empties the list.
             let Some(tensor) = self.active.get(at).copied() else { return };
@@ -125,21 +126,9 @@ impl Session {
         }
         let state = &self.tensors[tensor.index()];
         let plan = self.plan.tensor(tensor);
-        let mut absent: Vec<Rank> = self.missing_contributors(tensor).collect();
-        for rank in state.blamed.iter().map(|rank| Rank(rank as u32)) {
-            if !absent.contains(&rank) {
-                absent.push(rank);
-            }
-        }
-        absent.sort_unstable();
+        let absent = self.without_part(tensor);
         let fault = match absent.first() {
-            Some(first) => {
-                let detail = format!(
-                    "{} did not offer it before the deadline, while others waited: every rank must run the same operations; a rank that is only slow needs a longer deadline",
-                    name_ranks(absent.iter().copied())
-                );
-                Fault::new(FaultKind::NotOffered, detail).at(*first)
-            }
+            Some(first) => Self::not_offered(&absent, *first),
             None => {
                 let mut silent: Vec<Rank> =
                     self.others().filter(|peer| self.next_missing_result(tensor, *peer).is_some()).collect();

@@ -4,11 +4,11 @@
 //! Left out, because it is not about members: MACs, other jobs of the same name, and stored snapshots (readers begin
 //! with the log's start).
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::rc::Rc;
 
 use gradwire_proto::member::Endpoint;
-use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, RecordId, View};
+use gradwire_proto::membership::{Body, Change, Departure, FIRST_EPOCH, Log, RecordId, Replica, View};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank};
 
 use crate::broker::{self, Record, Topic};
@@ -44,13 +44,6 @@ enum State {
     Over,
 }
 
-/// The log as it is read again after a reconnection.
-#[derive(Debug)]
-struct Reread {
-    log: Log,
-    due: Option<Nanos>,
-}
-
 /// A record without a receipt.
 #[derive(Debug)]
 struct Pending {
@@ -65,14 +58,13 @@ pub(super) struct Control {
     elastic: bool,
     deadline: Nanos,
     state: State,
-    log: Log,
-    reread: Option<Reread>,
+    replica: Replica,
+    restate_at: Option<Nanos>,
     complete_at: Option<Nanos>,
     change_due_at: Option<Nanos>,
     proposed: bool,
     /// It joined a running job, and has what it needs to take part.
     ready: bool,
-    seen: BTreeSet<RecordId>,
     pending: VecDeque<Pending>,
     linked: bool,
     tokens: u64,
@@ -87,13 +79,12 @@ impl Control {
             deadline: now + me.plan.deadline_ns(),
             me,
             state: State::Joining,
-            log: Log::new(ranks),
-            reread: None,
+            replica: Replica::new(ranks),
+            restate_at: None,
             complete_at: None,
             change_due_at: None,
             proposed: false,
             ready: false,
-            seen: BTreeSet::new(),
             pending: VecDeque::new(),
             linked: false,
             tokens: 0,
@@ -101,8 +92,12 @@ impl Control {
         }
     }
 
+    fn log(&self) -> &Log {
+        self.replica.log()
+    }
+
     pub(super) fn view(&self) -> &View {
-        self.log.view()
+        self.log().view()
     }
 
     pub(super) fn poll_news(&mut self) -> Option<News> {
@@ -111,7 +106,7 @@ impl Control {
 
     /// How much it remembers: candidates, the gone and the retired, and what has no receipt.
     pub(super) fn remembered(&self) -> usize {
-        let snapshot = self.log.snapshot();
+        let snapshot = self.log().snapshot();
         snapshot.candidates.len() + snapshot.gone.len() + snapshot.retired.len() + self.pending.len()
     }
 
@@ -129,9 +124,8 @@ impl Control {
         let body = Body::Join { world_size: self.me.plan.ranks, protocol: PROTOCOL, endpoint };
         self.pending.push_front(Pending { id: self.me.join, body, token: None });
         self.proposed = false;
-        if self.state == State::Member {
-            self.reread = Some(Reread { log: Log::new(self.me.plan.ranks), due: None });
-        }
+        self.replica.read_again();
+        self.restate_at = None;
     }
 
     /// A broker that lost its log has to be told again what this rank said; it may be told twice.
@@ -174,7 +168,7 @@ impl Control {
 
     /// Another member is not counted on any more.
     pub(super) fn suspect(&mut self, context: &mut Context<'_>, member: RecordId, reason: &str) {
-        let epoch = self.log.view().epoch;
+        let epoch = self.log().view().epoch;
         self.say(context, Body::Suspect { author: self.me.join, epoch, member, reason: reason.to_owned() });
     }
 
@@ -195,68 +189,61 @@ impl Control {
     pub(super) fn record(&mut self, now: Nanos, record: &Record) {
         let broker::Body::Bytes(kind, bytes) = &record.body else { return };
         let (rank, id) = (Rank(record.rank), record.id);
-        let again = !self.seen.insert(id);
-        if again && self.reread.is_none() {
-            return;
-        }
+        let is_new = self.replica.is_new(id);
         let Ok(Some(body)) = Body::decode(*kind, bytes) else { return };
-        if let Some(reread) = &mut self.reread {
-            reread.log.apply(rank, id, &body);
-            if id == self.me.join {
-                let due = now + grace(RESTATE_GRACE, self.live_index());
-                self.reread.iter_mut().for_each(|reread| reread.due = Some(due));
-            }
-        }
-        if again {
-            return;
+        let change = self.replica.apply(rank, id, &body, is_new);
+        let restored = matches!(change, Change::View | Change::Restored);
+        if self.replica.has_to_restate() && (id == self.me.join || restored) {
+            self.restate_at = Some(now + grace(RESTATE_GRACE, self.live_index()));
         }
         match &body {
-            Body::Failed { author, fault } => {
-                if *author != self.me.join {
-                    self.handle_failed(rank, *author, fault);
-                }
+            Body::Join { .. } if is_new => self.handle_join(now, rank, &change),
+            Body::Failed { author, fault } if is_new && *author != self.me.join => {
+                self.handle_failed(rank, *author, fault);
             }
-            Body::Join { .. } => self.handle_join(now, rank, id, &body),
-            _ => {
-                let change = self.log.apply(rank, id, &body);
-                self.handle_change(change);
-            }
+            _ => {}
         }
+        self.handle_change(now, change);
         self.weigh_change(now);
     }
 
-    fn handle_join(&mut self, now: Nanos, rank: Rank, id: RecordId, body: &Body) {
-        if self.log.apply(rank, id, body) == Change::RankTaken {
+    fn handle_join(&mut self, now: Nanos, rank: Rank, change: &Change) {
+        if *change == Change::RankTaken {
             self.conflict(FaultKind::WorldMismatch, rank, "two processes joined as one rank");
-        } else if self.is_undecided() && self.is_complete() {
+        }
+        self.weigh_completeness(now);
+        self.weigh_lateness();
+    }
+
+    fn weigh_completeness(&mut self, now: Nanos) {
+        if self.is_undecided() && self.is_complete() {
             self.complete_at.get_or_insert(now);
         }
-        self.weigh_lateness();
     }
 
     /// Whether there is a process for each rank that the job starts with.
     fn is_complete(&self) -> bool {
         let ranks = self.me.plan.ranks as usize;
-        self.log.candidates().len() >= ranks && self.log.next_members().len() == ranks
+        self.log().candidates().len() >= ranks && self.log().next_members().len() == ranks
     }
 
     /// Whether this process turns out to have joined a job that runs.
     fn weigh_lateness(&mut self) {
-        if !self.elastic || self.state != State::Joining || self.log.view().epoch < FIRST_EPOCH {
+        if !self.elastic || self.state != State::Joining || self.log().view().epoch < FIRST_EPOCH {
             return;
         }
-        if self.log.candidates().iter().any(|candidate| candidate.id == self.me.join) {
+        if self.log().candidates().iter().any(|candidate| candidate.id == self.me.join) {
             self.state = State::Late;
-            self.news.push_back(News::View(self.log.view().clone()));
+            self.news.push_back(News::View(self.log().view().clone()));
         }
     }
 
     fn handle_failed(&mut self, rank: Rank, author: RecordId, fault: &Fault) {
-        let view = self.log.view();
+        let view = self.log().view();
         let has_say = if view.epoch == Epoch(0) {
             true
         } else if self.elastic {
-            self.log.live().any(|member| member.id == author)
+            self.log().live().any(|member| member.id == author)
         } else {
             view.member(author).is_some()
         };
@@ -269,9 +256,10 @@ impl Control {
         }
     }
 
-    fn handle_change(&mut self, change: Change) {
+    fn handle_change(&mut self, now: Nanos, change: Change) {
         match change {
             Change::View => self.handle_view(),
+            Change::Restored => self.handle_restored(now),
             Change::Gone(member, Departure::Left) if member.id != self.me.join => {
                 self.conflict(FaultKind::RankLeft, member.rank, "a rank left before the job had started");
             }
@@ -280,7 +268,7 @@ impl Control {
                 State::Late => self.remove(self.removed()),
                 State::Member | State::Over => {}
             },
-            Change::Diverged if self.state == State::Member => {
+            Change::Diverged if matches!(self.state, State::Member | State::Late) => {
                 let detail = "the log was lost, and ranks had gone on with different members";
                 self.remove(Fault::new(FaultKind::Diverged, detail).at(Rank(self.me.place)));
             }
@@ -289,10 +277,10 @@ impl Control {
     }
 
     fn handle_view(&mut self) {
-        let view = self.log.view();
-        let member = view.member(self.me.join).is_some();
-        let gone = self.log.is_gone(self.me.join);
         self.change_due_at = None;
+        let view = self.log().view().clone();
+        let member = view.member(self.me.join).is_some();
+        let gone = self.log().is_gone(self.me.join);
         match self.state {
             State::Joining | State::Late | State::Member if member => {
                 self.state = State::Member;
@@ -310,12 +298,22 @@ impl Control {
         self.weigh_lateness();
     }
 
+    fn handle_restored(&mut self, now: Nanos) {
+        self.complete_at = None;
+        self.change_due_at = None;
+        self.weigh_completeness(now);
+        if self.state == State::Late && self.log().is_gone(self.me.join) {
+            self.remove(self.removed());
+        }
+        self.weigh_lateness();
+    }
+
     fn removed(&self) -> Fault {
         Fault::new(FaultKind::Removed, "the others went on without this rank").at(Rank(self.me.place))
     }
 
     fn is_undecided(&self) -> bool {
-        self.state == State::Joining && self.log.view().epoch == Epoch(0)
+        self.state == State::Joining && self.log().view().epoch == Epoch(0)
     }
 
     /// What stands in the log before the members were decided ends the job on every rank.
@@ -341,13 +339,13 @@ impl Control {
     }
 
     fn weigh_change(&mut self, now: Nanos) {
-        let may_propose = self.elastic && self.state == State::Member && !self.log.is_gone(self.me.join);
-        if !may_propose || !self.log.is_change_due() {
+        let may_propose = self.elastic && self.state == State::Member && !self.log().is_gone(self.me.join);
+        if !may_propose || !self.log().is_change_due() {
             self.change_due_at = None;
             return;
         }
-        let next = self.log.next_members();
-        let only_grows = self.log.view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
+        let next = self.log().next_members();
+        let only_grows = self.log().view().members.iter().all(|member| next.iter().any(|one| one.id == member.id));
         let due = if only_grows { now + GROW_GRACE } else { now };
         let earlier = self.change_due_at.unwrap_or(due);
         self.change_due_at = Some(if only_grows { earlier } else { earlier.min(due) });
@@ -356,17 +354,20 @@ impl Control {
     pub(super) fn poll_timeout(&self) -> Option<Nanos> {
         let joining = self.state == State::Joining;
         let while_joining = [Some(self.deadline), self.first_propose_at()].into_iter().flatten().filter(|_| joining);
-        let later = [self.next_propose_at(), self.reread.as_ref().and_then(|reread| reread.due)];
+        let later = [self.next_propose_at(), self.restate_at];
         while_joining.chain(later.into_iter().flatten()).min()
     }
 
     pub(super) fn handle_timeout(&mut self, context: &mut Context<'_>) {
         let now = context.now;
-        if self.reread.as_ref().and_then(|reread| reread.due).is_some_and(|due| due <= now) {
-            self.restate(context);
+        if self.restate_at.take_if(|at| *at <= now).is_some() {
+            let (bodies, change) = self.replica.restate(self.me.join);
+            bodies.into_iter().for_each(|body| self.say(context, body));
+            self.handle_change(now, change);
+            self.weigh_change(now);
         }
         if self.next_propose_at().is_some_and(|at| at <= now) {
-            let proposal = self.log.proposal(self.me.join);
+            let proposal = self.log().proposal(self.me.join);
             self.say(context, proposal);
             self.change_due_at = Some(now + PROPOSE_AGAIN);
         }
@@ -377,34 +378,27 @@ impl Control {
             self.refuse(Fault::new(FaultKind::DeadlineExceeded, "joining did not end before the deadline"));
         } else if self.first_propose_at().is_some_and(|at| at <= now) {
             self.proposed = true;
-            let proposal = self.log.proposal(self.me.join);
+            let proposal = self.log().proposal(self.me.join);
             self.say(context, proposal);
         }
     }
 
-    /// The log that was read again lacks our view: it was lost, and is written again as a whole.
-    fn restate(&mut self, context: &mut Context<'_>) {
-        let Some(reread) = self.reread.take() else { return };
-        let (theirs, ours) = (reread.log.view(), self.log.view());
-        if theirs.epoch < ours.epoch || theirs.epoch == ours.epoch && theirs.id != ours.id {
-            let snapshot = self.log.snapshot();
-            self.say(context, Body::Snapshot(snapshot));
-        }
-    }
-
     fn first_propose_at(&self) -> Option<Nanos> {
-        if self.proposed || !self.is_undecided() {
+        if self.proposed || !self.is_undecided() || self.replica.is_lost() {
             return None;
         }
         Some(self.complete_at? + grace(PROPOSE_GRACE, self.me.place))
     }
 
     fn next_propose_at(&self) -> Option<Nanos> {
+        if self.replica.is_lost() {
+            return None;
+        }
         Some(self.change_due_at? + grace(PROPOSE_GRACE, self.live_index()))
     }
 
     fn live_index(&self) -> u32 {
-        self.log.live().take_while(|member| member.id != self.me.join).count() as u32
+        self.log().live().take_while(|member| member.id != self.me.join).count() as u32
     }
 }
 

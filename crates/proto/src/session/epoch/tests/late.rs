@@ -1,0 +1,84 @@
+//! Ranks that are there, and do not do their part.
+
+use super::*;
+
+const SECOND: u64 = 1_000_000_000;
+
+/// Ranks with a deadline of 20 s, of which these post the first step's operation.
+fn waiting(size: u32, posted: &[usize]) -> World {
+    let mut world = World::new(size, &[64, 64], Recovery::Redo, 7);
+    for node in &mut world.nodes {
+        node.session.config.timing.deadline_ns = 20 * SECOND;
+    }
+    for rank in posted {
+        world.train(*rank);
+    }
+    world.drain();
+    world
+}
+
+/// Time goes by for these ranks, which hear from all others.
+fn pass(world: &mut World, ranks: &[usize], until: u64) {
+    while world.now < until {
+        world.now += SECOND / 4;
+        for rank in ranks {
+            let session = &mut world.nodes[*rank].session;
+            (0..session.peers.len() as u32).for_each(|peer| session.heard(Rank(peer), world.now));
+            session.handle_timeout(world.now);
+        }
+        world.drain();
+    }
+}
+
+fn lost(world: &World, rank: usize) -> Vec<(Rank, FaultKind)> {
+    world.nodes[rank].lost.iter().map(|(peer, fault)| (*peer, fault.kind)).collect()
+}
+
+#[test]
+fn a_rank_that_does_not_do_its_part_is_given_up_before_the_deadline_and_the_step_ends() {
+    let mut world = waiting(4, &[0, 1, 3]);
+    pass(&mut world, &[0, 1, 3], 14 * SECOND);
+    assert!([0, 1, 3].iter().all(|rank| lost(&world, *rank).is_empty()), "it may compute for as long");
+    pass(&mut world, &[0, 1, 3], 16 * SECOND);
+    for rank in [0, 1, 3] {
+        assert_eq!(lost(&world, rank), [(Rank(2), FaultKind::NotOffered)], "rank {rank}");
+    }
+    world.remove(2);
+    for rank in [0, 1, 3] {
+        world.learn(rank);
+    }
+    world.drain();
+    for rank in [0, 1, 3] {
+        assert!(world.nodes[rank].waits_for.is_empty() && world.nodes[rank].fault.is_none(), "rank {rank}");
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_commit_is_given_up_too() {
+    let mut world = waiting(4, &[0, 1, 2, 3]);
+    for rank in [0, 1, 3] {
+        world.train(rank);
+    }
+    world.drain();
+    pass(&mut world, &[0, 1, 3], 16 * SECOND);
+    assert_eq!(lost(&world, 0), [(Rank(2), FaultKind::NotOffered)]);
+}
+
+#[test]
+fn where_half_are_late_nobody_is_given_up() {
+    let mut world = waiting(4, &[0, 1]);
+    pass(&mut world, &[0, 1], 21 * SECOND);
+    assert_eq!(lost(&world, 0), []);
+    assert_eq!(world.nodes[0].fault.as_ref().map(|fault| fault.kind), Some(FaultKind::NotOffered));
+}
+
+#[test]
+fn a_rank_that_did_not_run_itself_gives_nobody_up() {
+    let mut world = waiting(4, &[0, 1, 3]);
+    // Rank 0 is stopped for longer than the others wait; what they sent lies unread.
+    world.now = 16 * SECOND;
+    let session = &mut world.nodes[0].session;
+    session.handle_timeout(world.now);
+    world.drain();
+    assert_eq!(lost(&world, 0), []);
+}

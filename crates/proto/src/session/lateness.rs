@@ -1,0 +1,91 @@
+//! Ranks that are there, and do not do their part: a trainer that hangs while its process still answers.
+//!
+//! Whether a rank hangs or only computes nobody can tell but by waiting, and the deadline says for how long. Shortly before
+//! it a rank whose part is still missing is given up, if most of the members did theirs: so that the others can end the
+//! step without it by the deadline, instead of failing with it. Where half or more are missing it is not clear who is wrong,
+//! and the operation fails at its deadline, everywhere.
+
+use alloc::format;
+use alloc::vec::Vec;
+
+use super::{Recovery, Session, name_ranks};
+use crate::fault::{Fault, FaultKind};
+use crate::ids::{Rank, TensorId};
+
+/// Most time that is kept for going on without a late rank.
+const RESERVE_NS_MAX: u64 = 5_000_000_000;
+
+/// How long before a deadline so far away a late rank is given up: a quarter of it, five seconds at most.
+pub(super) fn reserve(deadline_ns: u64) -> u64 {
+    (deadline_ns / 4).min(RESERVE_NS_MAX)
+}
+
+impl Session {
+    /// Gives up the ranks that keep the others waiting for too long.
+    pub(super) fn give_up_late(&mut self, now: u64) {
+        if self.config.recovery == Recovery::Fail || self.fault.is_some() {
+            return;
+        }
+        let pause = reserve(self.config.timing.deadline_ns) / 2;
+        let mut late: Vec<Rank> = Vec::new();
+        for at in 0..self.active.len() {
+            let tensor = self.active[at];
+            if now >= self.tensors[tensor.index()].late_at {
+                self.tensors[tensor.index()].late_at = now.saturating_add(pause);
+                late.extend(self.without_part(tensor));
+            }
+        }
+        if let Some(committing) = self.committing.as_mut().filter(|committing| now >= committing.late_at) {
+            committing.late_at = now.saturating_add(pause);
+            // Who did nothing in this step may have made a commit too many.
+            if committing.said && !self.touched.is_empty() {
+                late.extend(self.others().filter(|peer| self.peers[peer.index()].has_all_of <= self.commits));
+            }
+        }
+        late.retain(|rank| *rank != self.config.rank);
+        late.sort_unstable();
+        late.dedup();
+        // While others are lost, and just after, whoever is late may have waited for them; and who did not run itself has no
+        // word on others.
+        let loses = self.syncing || self.others().any(|peer| self.peers[peer.index()].lost);
+        if loses || now < self.watches_from.saturating_add(pause) || 2 * late.len() >= self.members().len() {
+            return;
+        }
+        for rank in late {
+            let detail = format!(
+                "{rank} did not do its part shortly before the deadline, while most others had: its trainer may hang; a rank that is only slow needs a longer deadline"
+            );
+            self.lose(rank, Fault::new(FaultKind::NotOffered, detail).at(rank));
+        }
+    }
+
+    /// When [`Session::give_up_late`] has something to do.
+    pub(super) fn late_at(&self) -> Option<u64> {
+        if self.config.recovery == Recovery::Fail {
+            return None;
+        }
+        let operations = self.active.iter().map(|tensor| self.tensors[tensor.index()].late_at);
+        operations.chain(self.committing.as_ref().map(|committing| committing.late_at)).min()
+    }
+
+    /// Ranks whose part of this operation is missing, as far as this rank knows or was told, in ascending order.
+    pub(super) fn without_part(&self, tensor: TensorId) -> Vec<Rank> {
+        let mut absent: Vec<Rank> = self.missing_contributors(tensor).collect();
+        for rank in self.tensors[tensor.index()].blamed.iter().map(|rank| Rank(rank as u32)) {
+            if !absent.contains(&rank) {
+                absent.push(rank);
+            }
+        }
+        absent.sort_unstable();
+        absent
+    }
+
+    /// The fault of ranks that did not offer their part of an operation by its deadline.
+    pub(super) fn not_offered(absent: &[Rank], first: Rank) -> Fault {
+        let detail = format!(
+            "{} did not offer it before the deadline, while others waited: every rank must run the same operations; a rank that is only slow needs a longer deadline",
+            name_ranks(absent.iter().copied())
+        );
+        Fault::new(FaultKind::NotOffered, detail).at(first)
+    }
+}
