@@ -101,6 +101,21 @@ fn below_the_minimum_a_job_waits_for_newcomers_and_goes_on() {
 }
 
 #[test]
+fn below_the_minimum_it_waits_for_longer_than_an_operation_may_take_where_that_is_wanted() {
+    let plan = plan(2, "tcp").with("GRADWIRE_RANKS_MIN", 2).with("GRADWIRE_RANKS_WAIT_MS", 120_000);
+    let plan = plan.with("GRADWIRE_DEADLINE_MS", 4000);
+    let mut job = start(&plan);
+    job.wait_for_line(0, "step 10 ");
+    job.signal(1, Signal::KILL);
+    std::thread::sleep(Duration::from_secs(6));
+    let mut newcomer = command(&plan, 1);
+    newcomer.env("GRADWIRE_DEADLINE_MS", "60000");
+    let back = job.add(newcomer);
+    let ended = job.wait();
+    assert_same(&ended, &[0, back]);
+}
+
+#[test]
 fn two_newcomers_that_are_needed_at_once_are_served_at_once() {
     let plan = plan(3, "tcp").with("GRADWIRE_RANKS_MIN", 3);
     let mut job = start(&plan);

@@ -39,6 +39,7 @@ pub struct Builder {
     recovery: Recovery,
     ranks_min: u32,
     ranks_max: u32,
+    ranks_wait: Option<Duration>,
     saves_kept: usize,
     stop_on_sigterm: bool,
     heartbeat: Duration,
@@ -49,8 +50,8 @@ impl Builder {
     /// Finds this process's place from the environment that `gradwire launch`, `mpirun`, `srun` or `torchrun` made, and
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
     /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS`, `GRADWIRE_RETAIN_STEPS`, `GRADWIRE_RECOVERY` (fail,
-    /// abort, redo), `GRADWIRE_HEARTBEAT_MS`, `GRADWIRE_SILENCE_MS`, `GRADWIRE_RANKS_MIN` and `GRADWIRE_RANKS_MAX` as
-    /// defaults.
+    /// abort, redo), `GRADWIRE_HEARTBEAT_MS`, `GRADWIRE_SILENCE_MS`, `GRADWIRE_RANKS_MIN`, `GRADWIRE_RANKS_MAX` and
+    /// `GRADWIRE_RANKS_WAIT_MS` as defaults.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
@@ -84,6 +85,7 @@ impl Builder {
         let silence = milliseconds("GRADWIRE_SILENCE_MS", 1)?.unwrap_or(SILENCE_DEFAULT);
         let ranks_min = ranks("GRADWIRE_RANKS_MIN")?.unwrap_or(1);
         let ranks_max = ranks("GRADWIRE_RANKS_MAX")?.unwrap_or(0);
+        let ranks_wait = milliseconds("GRADWIRE_RANKS_WAIT_MS", 1)?;
         let place = Some(crate::env::from_process(deadline)?);
         let first_step = Step(0);
         Ok(Self {
@@ -98,6 +100,7 @@ impl Builder {
             recovery,
             ranks_min,
             ranks_max,
+            ranks_wait,
             saves_kept: SAVES_KEPT_DEFAULT,
             stop_on_sigterm: false,
             heartbeat,
@@ -112,11 +115,19 @@ impl Builder {
         self
     }
 
-    /// With fewer ranks than this the others do not go on, but fail at their deadline: 1 by default. Must be the same on
-    /// every rank.
+    /// With fewer ranks than this the others do not go on, but wait for ranks that join, for [`Builder::ranks_wait`]: 1 by
+    /// default. Must be the same on every rank.
     #[must_use]
     pub const fn ranks_min(mut self, ranks: u32) -> Self {
         self.ranks_min = ranks;
+        self
+    }
+
+    /// How long [`Group::offer_state`] waits for ranks that join, where fewer than [`Builder::ranks_min`] are left: as long
+    /// as an operation may take unless this says otherwise, a year at most. Machines that take long to come want more.
+    #[must_use]
+    pub const fn ranks_wait(mut self, patience: Duration) -> Self {
+        self.ranks_wait = Some(patience);
         self
     }
 
@@ -318,6 +329,7 @@ impl Builder {
             recovery: Recovery::Fail,
             ranks_min: 1,
             ranks_max: 0,
+            ranks_wait: None,
             saves_kept: SAVES_KEPT_DEFAULT,
             stop_on_sigterm: false,
             heartbeat: HEARTBEAT_DEFAULT,

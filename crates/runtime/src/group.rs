@@ -12,7 +12,7 @@ use gradwire_control::{AuditKind, ControlPlane, VersionRecord};
 use gradwire_proto::limits::TENSOR_NAME_BYTES_MAX;
 use gradwire_proto::manifest::Manifest;
 use gradwire_proto::plan::Plan;
-use gradwire_proto::session::{Recovery, Rejected};
+use gradwire_proto::session::{Recovery, Rejected, Wish};
 use gradwire_proto::{Collective, Epoch, Fault, FaultKind, Rank, Step, TensorId, WireFormat};
 use gradwire_transport::{Buffer, Element};
 
@@ -72,6 +72,8 @@ pub(crate) struct Identity {
     pub(crate) world_size: u32,
     pub(crate) wire: WireFormat,
     pub(crate) deadline: Duration,
+    /// How long it waits for others where too few ranks are left.
+    pub(crate) ranks_wait: Duration,
     pub(crate) first_step: Step,
     pub(crate) recovery: Recovery,
     /// Commits wait for all ranks, and say what each wants.
@@ -388,10 +390,10 @@ impl Group {
     /// otherwise this costs nothing. It returns when that is done: [`Group::offer_state_during`] copies beside the step.
     ///
     /// Where so few ranks are left that they may not go on ([`Builder::ranks_min`](crate::Builder::ranks_min)) it waits for
-    /// others, up to the deadline.
+    /// others, for [`Builder::ranks_wait`](crate::Builder::ranks_wait), or until this rank is asked to end.
     ///
     /// # Errors
-    /// `DeadlineExceeded` when too few ranks are left, and no others came in time. `InvalidArgument` when two parts of the
+    /// `DeadlineExceeded` when too few ranks are left, and no others came before that. `InvalidArgument` when two parts of the
     /// state have one name.
     pub fn offer_state(&self, state: &dyn State) -> Result<(), Fault> {
         if let Some(copying) = self.offer(state)? {
@@ -421,7 +423,7 @@ impl Group {
     fn offer<'a>(&self, state: &'a dyn State) -> Result<Option<Copying<'a>>, Fault> {
         let Some(DoorKeeper { holder, .. }) = &self.door else { return Ok(None) };
         let commits = self.commits.load(Ordering::Relaxed) - self.identity.first_step.0;
-        let copying = holder.offer(commits, state, self.identity.deadline)?;
+        let copying = holder.offer(commits, state, self.identity.ranks_wait, &|| self.wish() != Wish::GoOn)?;
         self.driver.look_at_members(holder.view_waits());
         Ok(copying)
     }

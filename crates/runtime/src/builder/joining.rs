@@ -264,6 +264,7 @@ impl Builder {
             world_size: config.world_size,
             wire: self.wire,
             deadline: self.deadline,
+            ranks_wait: self.ranks_wait.map_or(self.deadline, |patience| patience.min(DEADLINE_MAX)),
             first_step: self.first_step,
             recovery: config.recovery,
             agrees: config.recovery != Recovery::Fail || self.stop_on_sigterm || config.world_size == 1,

@@ -121,8 +121,14 @@ impl Group {
             if !take_away(disk, &call.unfinished(directory)) && call.name.path(directory).is_dir() {
                 return Verdict::Published;
             }
-            let gone = call.members.first().copied().unwrap_or(me);
-            let (rank, text) = failed.unwrap_or((gone, "it was lost before it could complete the save".to_owned()));
+            let (rank, text) = failed.unwrap_or_else(|| {
+                // Where steps are aborted, whoever was lost kept the one that completes the save from saying so.
+                let members = self.members();
+                match call.members.iter().find(|rank| !members.contains(rank)) {
+                    Some(gone) => (*gone, "it was lost before the save was complete".to_owned()),
+                    None => (me, "a rank was lost before the save was complete".to_owned()),
+                }
+            });
             Verdict::Failed(rank, text)
         });
         let path = call.name.path(directory);

@@ -278,8 +278,8 @@ impl Engine {
     pub(super) fn rest(&mut self, fault: Fault, aborted: bool) {
         tracing::warn!(%fault, "waiting for others to join");
         let detail = format!(
-            "{}, but none joined before this rank's deadline (GRADWIRE_DEADLINE_MS): save its state, or start the job again \
-             from what was saved",
+            "{}, but none joined while this rank waited (GRADWIRE_RANKS_WAIT_MS, or else GRADWIRE_DEADLINE_MS) and was not \
+             asked to end: save its state, or start the job again from what was saved",
             self.session.too_few()
         );
         let why = Fault::new(FaultKind::DeadlineExceeded, detail);
@@ -416,6 +416,12 @@ impl Engine {
     pub(crate) fn begin_commit(&mut self, deadline: Duration, heard: u64) -> Result<(), Fault> {
         if let Some(fault) = self.epochs.unheard(heard) {
             return Err(fault);
+        }
+        if let Some(waits) = self.epochs.deferred.first() {
+            // It is posted as soon as what is done again is through: a part of this step, as far as its caller knows.
+            let name = self.slots[waits.tensor.index()].shared.name.clone();
+            let detail = "its operation is in flight: wait for a step's operations before its commit";
+            return Err(Fault::new(FaultKind::TensorBusy, detail).tensor(name));
         }
         let now = self.now();
         self.session.begin_commit(now, Some(u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX)))?;

@@ -169,12 +169,14 @@ impl Holder {
     }
 
     /// The trainer offers its state, which is that after `commits` final steps: where newcomers wait for just this one,
-    /// there is something to be copied before the state changes. Waits for others where too few ranks are left.
+    /// there is something to be copied before the state changes. Waits for others where too few ranks are left, unless
+    /// the rank is asked to end.
     pub(crate) fn offer<'a>(
         &self,
         commits: u64,
         state: &'a dyn State,
         patience: Duration,
+        ends: &dyn Fn() -> bool,
     ) -> Result<Option<Copying<'a>>, Fault> {
         self.offered.store(commits + 1, Ordering::Release);
         if !self.wanted.load(Ordering::Acquire) {
@@ -198,7 +200,7 @@ impl Holder {
                 continue;
             }
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || ends() {
                 inner.resting = false;
                 return Err(fault);
             }
@@ -210,7 +212,7 @@ impl Holder {
                 early.into_iter().for_each(|asker| inner.forget(asker));
                 self.changed.notify_all();
             }
-            inner = self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            inner = self.changed.wait_timeout(inner, left.min(LOOKS_UP_EVERY)).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.resting = false;
         self.settle(&inner);

@@ -33,7 +33,7 @@ fn make_step(holder: &Holder, step: u64) {
 }
 
 fn offer(holder: &Holder, commits: u64, state: &Flat) -> usize {
-    let copying = holder.offer(commits, state, SOON).expect("it goes on");
+    let copying = holder.offer(commits, state, SOON, &|| false).expect("it goes on");
     copying.map_or(0, |copying| {
         copying.run();
         copying.shares.len()
@@ -114,7 +114,7 @@ fn with_too_few_ranks_all_that_come_get_the_state_as_it_is() {
     make_step(&holder, 0);
     holder.set_too_few(Some(Fault::new(FaultKind::DeadlineExceeded, "too few")));
     std::thread::scope(|scope| {
-        let member = scope.spawn(|| holder.offer(1, &state, SOON).map(|copying| copying.is_some()));
+        let member = scope.spawn(|| holder.offer(1, &state, SOON, &|| false).map(|copying| copying.is_some()));
         while !holder.outline().resting {
             std::thread::yield_now();
         }
@@ -130,6 +130,16 @@ fn with_too_few_ranks_all_that_come_get_the_state_as_it_is() {
         holder.set_too_few(None);
         assert_eq!(member.join().expect("no panic"), Ok(false));
     });
+}
+
+#[test]
+fn with_too_few_ranks_one_that_is_asked_to_end_waits_no_longer() {
+    let (holder, state) = holder();
+    make_step(&holder, 0);
+    let too_few = Fault::new(FaultKind::DeadlineExceeded, "too few");
+    holder.set_too_few(Some(too_few.clone()));
+    assert_eq!(holder.offer(1, &state, SOON, &|| true).map(|copying| copying.is_some()), Err(too_few));
+    assert!(!holder.outline().resting);
 }
 
 #[test]
