@@ -212,7 +212,8 @@ impl Holder {
                 early.into_iter().for_each(|asker| inner.forget(asker));
                 self.changed.notify_all();
             }
-            inner = self.changed.wait_timeout(inner, left.min(LOOKS_UP_EVERY)).unwrap_or_else(PoisonError::into_inner).0;
+            inner =
+                self.changed.wait_timeout(inner, left.min(LOOKS_UP_EVERY)).unwrap_or_else(PoisonError::into_inner).0;
         }
         inner.resting = false;
         self.settle(&inner);
