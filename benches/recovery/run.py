@@ -4,7 +4,8 @@
     cargo build --release -p gradwire-cli -p gradwire-tests
     benches/recovery/run.py --json recovery.json
 
-- `cost`: the time of an allreduce and its commit, with `GRADWIRE_RECOVERY=redo` and with `fail`, in turns.
+- `cost`: the time of an allreduce and its commit, with `GRADWIRE_RECOVERY=redo` and with `fail`, in turns; in place, where
+  `redo` writes its results to other memory than the contributions that it keeps, and out of place, where both do.
 - `kill`: from the SIGKILL of a rank to the end of the first step without it, on the slowest of the others; beside it the
   time from the same SIGKILL to the end of the first step of a job that is started again as a whole.
 - `join`: how long a rank that was killed takes to get the state from the others; one copy of as many bytes through a Unix
@@ -80,16 +81,19 @@ def step_ms(job, rank=0, first=0, last=None):
 
 
 def cost(args):
-    times = {"redo": [], "fail": []}
-    for _ in range(args.rounds):
-        for recovery in times:
-            command = [TARGET / "gradwire", "bench", "allreduce", "-n", str(args.ranks), "--bytes", f"{args.mib}MiB"]
-            command += ["--in-place", "--commit", "--iters", "40", "--transport", args.transport, "--json"]
-            environment = {**os.environ, "GRADWIRE_RECOVERY": recovery}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-            times[recovery].append(json.loads(done.stdout)["ms_p50"])
-    best = {recovery: min(medians) for recovery, medians in times.items()}
-    return {"step_ms": times, "redo_to_fail": best["redo"] / best["fail"]}
+    found = {}
+    for place, options in {"in_place": ["--in-place"], "out_of_place": []}.items():
+        times = {"redo": [], "fail": []}
+        for _ in range(args.rounds):
+            for recovery in times:
+                command = [TARGET / "gradwire", "bench", "allreduce", "-n", str(args.ranks), "--bytes", f"{args.mib}MiB"]
+                command += [*options, "--commit", "--iters", "40", "--transport", args.transport, "--json"]
+                environment = {**os.environ, "GRADWIRE_RECOVERY": recovery}
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+                times[recovery].append(json.loads(done.stdout)["ms_p50"])
+        middle = {recovery: statistics.median(medians) for recovery, medians in times.items()}
+        found[place] = {"step_ms": times, "redo_to_fail": middle["redo"] / middle["fail"]}
+    return found
 
 
 def kill(args):
