@@ -118,6 +118,23 @@ fn a_rank_that_was_killed_is_started_again_and_what_it_left_is_ended_first() {
 }
 
 #[test]
+fn of_ranks_that_are_lost_at_once_each_line_says_which_restart_it_is() {
+    let place = Place::new();
+    let script = "case $RANK$GRADWIRE_RESTART in 0*) until [ -e done ]; do sleep 0.05; done;; \
+                  ?0) until [ -e fail ]; do sleep 0.01; done; exit 3;; *) echo again;; esac";
+    let launcher = place.start(&["-n", "4", "--min-ranks", "1", "--restarts", "3"], script);
+    place.touch("fail");
+    (0..3).for_each(|_| drop(launcher.await_line("again")));
+    place.touch("done");
+    let outcome = launcher.finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    for nth in 1..=3 {
+        let words = format!("({nth} of 3 restarts)");
+        assert_eq!(outcome.stderr.matches(&words).count(), 1, "{words}: {}", outcome.stderr);
+    }
+}
+
+#[test]
 fn with_the_restarts_used_up_the_others_go_on_or_the_job_ends() {
     let place = Place::new();
     let script =

@@ -139,11 +139,11 @@ impl Driver {
         std::thread::Builder::new().name("census".to_owned()).spawn(read).is_ok()
     }
 
-    fn announce_restart(&self, rank: u32, loss: &Loss) {
+    fn announce_restart(&mut self, rank: u32, loss: &Loss) {
         let Loss { host, reason, pause, .. } = loss;
-        let (count, most) = self.ranks.restarts();
+        let (nth, (_, most)) = (self.ranks.announce(), self.ranks.restarts());
         let seconds = pause.as_secs_f64();
-        say(&format!("rank {rank} on {host} {reason}: starting it again in {seconds} s ({count} of {most} restarts)"));
+        say(&format!("rank {rank} on {host} {reason}: starting it again in {seconds} s ({nth} of {most} restarts)"));
     }
 
     /// The log was read after this rank was lost.
