@@ -24,7 +24,8 @@ use crate::args::{BrokerChoice, Transport, Wire};
 ///
 /// A rank fails when it exits with another code than 0, or by a signal. Without --min-ranks the others are ended then.
 /// With it they go on as long as so many are left, and --restarts starts those that failed again, where that can help. A
-/// rank that exits with 0 is through, and leaves the others running.
+/// rank that exits with 0 is through, and leaves the others running; one that had not left the job before, so that the others
+/// went on without it, counts as lost, but is not started again.
 ///
 /// SIGINT and SIGTERM are passed on to the ranks as SIGTERM: they can end in order, and are killed after --grace; a second
 /// one of these signals kills them at once. Programs that ask gradwire for it (Builder::stop_on_sigterm) end with one and

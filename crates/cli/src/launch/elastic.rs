@@ -138,20 +138,28 @@ impl Driver {
         if self.can_go_on() || self.stopping {
             return;
         }
-        if let Some(least) = self.ranks_min.filter(|_| !self.closed) {
-            let left = match self.ranks.left() {
-                0 => "no rank is left".to_owned(),
-                1 => "1 rank is left".to_owned(),
-                left => format!("{left} ranks are left"),
-            };
+        if !self.closed
+            && let Some(too_few) = self.too_few()
+        {
             let used_up = match self.ranks.restarts() {
                 (count, most) if count < most => ", and starting it again would be of no use".to_owned(),
                 (_, 0) => String::new(),
                 (_, most) => format!(", and all restarts ({most}) are used up"),
             };
-            self.report.too_few = Some(format!("{left}, and --min-ranks asks for {least}{used_up}"));
+            self.report.too_few = Some(format!("{too_few}{used_up}"));
         }
         self.fail(failure);
+    }
+
+    /// That too few are left, if so, in words.
+    pub(super) fn too_few(&self) -> Option<String> {
+        let least = self.ranks_min.filter(|_| !self.can_go_on())?;
+        let left = match self.ranks.left() {
+            0 => "no rank is left".to_owned(),
+            1 => "1 rank is left".to_owned(),
+            left => format!("{left} ranks are left"),
+        };
+        Some(format!("{left}, and --min-ranks asks for {least}"))
     }
 }
 

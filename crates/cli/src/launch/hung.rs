@@ -25,12 +25,18 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Default)]
 pub(super) struct Hung {
     look_at: Option<Instant>,
-    reading: bool,
+    /// Since when it is read, while it is.
+    reading: Option<Instant>,
     /// When which process began, and since when it is known.
     known: HashMap<u32, (Instant, Instant)>,
 }
 
 impl Hung {
+    /// The log is to be read by then, where that would be later.
+    pub(super) fn look_by(&mut self, at: Instant) {
+        self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
+    }
+
     /// Whether this rank's process, which began at `began`, has been among them for too long.
     fn is_overdue(&mut self, rank: u32, began: Instant, is_removed: bool, now: Instant) -> bool {
         if !is_removed {
@@ -50,15 +56,15 @@ impl Driver {
     pub(super) fn look_for_hung(&mut self, now: Instant) {
         // Not at the start, when nobody has joined.
         let due = *self.hung.look_at.get_or_insert(now + LOOK_EVERY) <= now;
-        if due && !self.hung.reading {
+        if due && self.hung.reading.is_none() {
             self.hung.look_at = Some(now + LOOK_EVERY);
-            self.hung.reading = self.read_log(Event::Members);
+            self.hung.reading = self.read_log(Event::Members).then_some(now);
         }
     }
 
     /// The log was read, if it could be.
     pub(super) fn take_members(&mut self, census: Option<Census>) {
-        self.hung.reading = false;
+        let Some(read_at) = self.hung.reading.take() else { return };
         let Some(census) = census.filter(|_| !self.closed && !self.stopping) else { return };
         let now = Instant::now();
         for (rank, state) in self.ranks.iter().collect::<Vec<_>>() {
@@ -70,6 +76,7 @@ impl Driver {
                 let _ = self.agents[agent].tell(&Command::Signal { number: SIGKILL, ranks: Some(vec![rank]) });
             }
         }
+        self.find_vanished(&census, read_at);
     }
 }
 

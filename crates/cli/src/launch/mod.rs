@@ -3,8 +3,8 @@
 //! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
 //! job's secret never stands on a command line. Agents live as long as the host has a part in the job; ranks come and go
 //! (`elastic.rs`) in jobs that go on without those that are lost, and are started again where that can help
-//! (`prospects.rs`); one that cannot begin without a rank ends at once (`beginning.rs`), and ranks that hang are killed
-//! (`hung.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the death of the
+//! (`prospects.rs`); one that cannot begin without a rank ends at once (`beginning.rs`), ranks that hang are killed
+//! (`hung.rs`), and those that end with 0 and have not left count as lost (`vanished.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the death of the
 //! launcher or of an agent, no process of it stays.
 
 mod agents;
@@ -22,6 +22,7 @@ mod ranks;
 mod report;
 mod signals;
 mod starter;
+mod vanished;
 mod variables;
 
 use std::ffi::OsString;
