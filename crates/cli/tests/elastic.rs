@@ -213,6 +213,27 @@ fn slots_are_added_and_taken_away_through_the_file() {
 }
 
 #[test]
+fn a_file_with_fewer_slots_than_the_job_needs_is_warned_of_once_a_change() {
+    let place = Place::new();
+    place.hosts("localhost:3\n");
+    let launcher = place.start_on_hosts(&["--min-ranks", "2"], STEADY);
+    (0..3).for_each(|_| drop(launcher.await_line("up")));
+    place.hosts("localhost:2\n");
+    launcher.await_line("told 2");
+    place.hosts("localhost:1\n");
+    launcher.await_line("told 1");
+    launcher.await_error("the hosts file has 1 slot, and --min-ranks asks for 2: add slots");
+    place.hosts("localhost:1 # still\n");
+    await_condition("it is said again", || (launcher.errors().matches("has 1 slot").count() == 2).then_some(()));
+    place.hosts("localhost:2\n");
+    launcher.await_line("[1] up");
+    place.touch("done");
+    let outcome = launcher.finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    assert_eq!(outcome.stderr.matches("and --min-ranks asks for").count(), 2, "{}", outcome.stderr);
+}
+
+#[test]
 fn hosts_are_added_and_taken_away_through_the_file() {
     let place = Place::new();
     place.hosts("nodea\nnodeb\n");

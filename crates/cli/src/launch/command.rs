@@ -58,7 +58,8 @@ pub(crate) struct LaunchArgs {
     hosts: Vec<HostSlots>,
     /// The same from a file, one host a line; # begins a comment. With --min-ranks the file is followed while the job runs:
     /// each slot that is added starts a further rank there, up to --max-ranks; the rank of a slot that is taken away gets
-    /// SIGTERM, has --grace to end, and counts as no failure. A file that makes no sense changes nothing.
+    /// SIGTERM, has --grace to end, and counts as no failure. A file with fewer slots than --min-ranks is warned of, and
+    /// followed; one that makes no sense changes nothing.
     #[arg(long, value_name = "FILE", conflicts_with = "hosts")]
     hosts_file: Option<PathBuf>,
     /// How ranks reach each other.

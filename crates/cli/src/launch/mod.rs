@@ -3,9 +3,10 @@
 //! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
 //! job's secret never stands on a command line. Agents live as long as the host has a part in the job; ranks come and go
 //! (`elastic.rs`) in jobs that go on without those that are lost, and are started again where that can help
-//! (`prospects.rs`); one that cannot begin without a rank ends at once (`beginning.rs`), ranks that hang are killed
-//! (`hung.rs`), and those that end with 0 and have not left count as lost (`vanished.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the death of the
-//! launcher or of an agent, no process of it stays.
+//! (`prospects.rs`); so do hosts and their slots (`slots.rs`). One that cannot begin without a rank ends at once
+//! (`beginning.rs`), ranks that hang are killed (`hung.rs`), and those that end with 0 and have not left count as lost
+//! (`vanished.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the
+//! death of the launcher or of an agent, no process of it stays.
 
 mod agents;
 mod beginning;
@@ -21,6 +22,7 @@ mod prospects;
 mod ranks;
 mod report;
 mod signals;
+mod slots;
 mod starter;
 mod vanished;
 mod variables;
