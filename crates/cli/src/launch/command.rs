@@ -163,6 +163,7 @@ fn plan(args: LaunchArgs) -> Result<LaunchPlan, LaunchError> {
         restarts: args.restarts,
         hosts_file,
         grace: args.grace,
+        patience: super::PATIENCE,
         events: args.events,
         broker: args.broker,
         job: args.job,

@@ -95,7 +95,7 @@ pub(crate) fn run(
         interrupt: None,
         prospects: Prospects::default(),
         beginning: Beginning::default(),
-        hung: Hung::default(),
+        hung: Hung::new(plan.patience),
         vanished: Vanished::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {

@@ -18,12 +18,11 @@ use crate::agent::wire::Command;
 
 /// How often the log is read.
 const LOOK_EVERY: Duration = Duration::from_secs(3);
-/// How long a process may still be there once it is known that the others went on without it.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Ranks that the others went on without, while their processes run.
-#[derive(Default)]
 pub(super) struct Hung {
+    /// How long such a process may still be there.
+    patience: Duration,
     look_at: Option<Instant>,
     /// Since when it is read, while it is.
     reading: Option<Instant>,
@@ -32,6 +31,10 @@ pub(super) struct Hung {
 }
 
 impl Hung {
+    pub(super) fn new(patience: Duration) -> Self {
+        Self { patience, look_at: None, reading: None, known: HashMap::new() }
+    }
+
     /// The log is to be read by then, where that would be later.
     pub(super) fn look_by(&mut self, at: Instant) {
         self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
@@ -47,7 +50,7 @@ impl Hung {
         if known.0 != began {
             *known = (began, now);
         }
-        now.duration_since(known.1) >= PATIENCE && self.known.remove(&rank).is_some()
+        now.duration_since(known.1) >= self.patience && self.known.remove(&rank).is_some()
     }
 }
 
@@ -86,7 +89,7 @@ mod tests {
 
     #[test]
     fn a_process_is_given_time_to_end_by_itself_and_its_successor_is_another_one() {
-        let mut hung = Hung::default();
+        let mut hung = Hung::new(Duration::from_secs(5));
         let began = Instant::now();
         let at = |seconds| began + Duration::from_secs(seconds);
         assert!(!hung.is_overdue(1, began, true, at(10)));

@@ -43,6 +43,9 @@ use crate::args::{BrokerChoice, Transport, Wire};
 /// How long ranks have for an end in order, if nobody says otherwise: enough for a step and a checkpoint.
 const GRACE: Duration = Duration::from_secs(30);
 
+/// How long ranks that hang are left alone, if nobody says otherwise: one that wakes up ends by itself.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// What to start, and where. Holds no secret: that is made when it starts.
 #[derive(Clone, Debug)]
 pub(crate) struct LaunchPlan {
@@ -64,6 +67,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) hosts_file: Option<HostsFile>,
     /// Between SIGTERM and SIGKILL for ranks whose host is taken away, or when a signal ends the job.
     pub(crate) grace: Duration,
+    /// How long a process may still be there once it is known that the others went on without it.
+    pub(crate) patience: Duration,
     /// Where to write what happens to the ranks, as JSON lines.
     pub(crate) events: Option<std::path::PathBuf>,
     /// Where the control plane runs.
@@ -93,6 +98,7 @@ impl LaunchPlan {
             restarts: 0,
             hosts_file: None,
             grace: GRACE,
+            patience: PATIENCE,
             events: None,
             broker: BrokerChoice::Embedded,
             job: None,
