@@ -9,12 +9,12 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use gradwire_control::{BrokerAccess, Token};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM};
 
 use super::agents::{self, AgentLink, Event, RemoteOptions};
 use super::beginning::Beginning;
 use super::elastic::Site;
-use super::hung::Hung;
+use super::hung::{self, Hung};
 use super::journal::{Happening, Journal};
 use super::output::{Flow, Line, Outlet, Output, Tail};
 use super::prospects::Prospects;
@@ -330,15 +330,16 @@ impl Driver {
         }
         self.vanished.ended(Instant::now());
         let host = self.sites[spot.site].host.name.clone();
-        let reason = Words(end).to_string();
+        let hung = end == End::Signal(SIGKILL) && self.hung.was_killed(rank, since);
+        let reason = if hung { hung::WORDS.to_owned() } else { Words(end).to_string() };
         let told_to = self
             .interrupt
             .filter(|(signal, at)| *signal != SIGHUP || end == End::Signal(SIGHUP) || at.elapsed() < HANGUP_GRACE);
         let over = leaving || end.success() || self.stopping;
         if !over && told_to.is_none() {
             let held = self.holds(index, spot);
-            self.lose(rank, &host, end, reason, held, since.elapsed());
-            return self.go_on_or(Failure::Rank { rank, host, end });
+            self.lose(rank, &host, end, reason.clone(), held, since.elapsed());
+            return self.go_on_or(Failure::Rank { rank, host, end, reason });
         }
         self.ranks.set(rank, if leaving { State::Removed } else { State::Ended(end) });
         if end.success() && !leaving && told_to.is_none() {

@@ -123,7 +123,7 @@ impl Driver {
             };
             let aside = if for_good { " it would end the same way if it was started again, and" } else { "" };
             let words = format!("rank {rank} on {host} {reason}:{aside} the others go on without it");
-            self.go_on_without(Casualty::new(rank, host.to_owned(), end, why.to_owned(), words));
+            self.go_on_without(Casualty::new(rank, host, end, &reason, why, words));
         }
         self.journal.note(Happening::Lost, rank, host, Some(reason));
     }
@@ -143,7 +143,7 @@ impl Driver {
         {
             let used_up = match self.ranks.restarts() {
                 (count, most) if count < most => ", and starting it again would be of no use".to_owned(),
-                (_, 0) => String::new(),
+                (_, 0) => ", and --restarts allows none to be started again".to_owned(),
                 (_, most) => format!(", and all restarts ({most}) are used up"),
             };
             self.report.too_few = Some(format!("{too_few}{used_up}"));

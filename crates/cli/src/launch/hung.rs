@@ -19,6 +19,9 @@ use crate::agent::wire::Command;
 /// How often the log is read.
 const LOOK_EVERY: Duration = Duration::from_secs(3);
 
+/// How a rank ended that was killed because of that. The signal alone would look like one of somebody else's.
+pub(super) const WORDS: &str = "hung and was killed";
+
 /// Ranks that the others went on without, while their processes run.
 pub(super) struct Hung {
     /// How long such a process may still be there.
@@ -28,16 +31,23 @@ pub(super) struct Hung {
     reading: Option<Instant>,
     /// When which process began, and since when it is known.
     known: HashMap<u32, (Instant, Instant)>,
+    /// When processes began that were killed.
+    killed: HashMap<u32, Instant>,
 }
 
 impl Hung {
     pub(super) fn new(patience: Duration) -> Self {
-        Self { patience, look_at: None, reading: None, known: HashMap::new() }
+        Self { patience, look_at: None, reading: None, known: HashMap::new(), killed: HashMap::new() }
     }
 
     /// The log is to be read by then, where that would be later.
     pub(super) fn look_by(&mut self, at: Instant) {
         self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Whether this rank's process, which began at `began`, was killed because it hung.
+    pub(super) fn was_killed(&mut self, rank: u32, began: Instant) -> bool {
+        self.killed.remove(&rank) == Some(began)
     }
 
     /// Whether this rank's process, which began at `began`, has been among them for too long.
@@ -76,6 +86,7 @@ impl Driver {
             if self.hung.is_overdue(rank, since, is_removed, now) {
                 let host = &self.sites[spot.site].host.name;
                 say(&format!("rank {rank} on {host} hangs: the others went on without it, so it is killed"));
+                self.hung.killed.insert(rank, since);
                 let _ = self.agents[agent].tell(&Command::Signal { number: SIGKILL, ranks: Some(vec![rank]) });
             }
         }

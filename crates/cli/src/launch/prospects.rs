@@ -167,16 +167,16 @@ impl Driver {
                 say(&format!(
                     "rank {rank} on {host} {reason}: it is not started again, for it would meet the same: {fault}"
                 ));
-                self.go_on_or(Failure::Rank { rank, host, end });
+                self.go_on_or(Failure::Rank { rank, host, end, reason });
             }
             Hopeless::Alone if self.ranks.any_ended_well() => {
                 say(&format!("rank {rank} on {host} {reason}: it is not started again, for the others are through"));
-                self.go_on_or(Failure::Rank { rank, host, end });
+                self.go_on_or(Failure::Rank { rank, host, end, reason });
             }
             Hopeless::Alone => {
                 let words = "no rank is left that has the job's state: start the job again, from what was saved";
                 self.report.too_few = Some(words.to_owned());
-                self.fail(Failure::Rank { rank, host, end });
+                self.fail(Failure::Rank { rank, host, end, reason });
             }
         }
     }

@@ -96,8 +96,8 @@ impl Driver {
         ));
         self.journal.note(Happening::Lost, rank, &host, Some(WORDS.to_owned()));
         if self.ranks.left() == 0 {
-            self.report.too_few = Some("it had not left the job, and no other rank is left".to_owned());
-            self.fail(Failure::Rank { rank, host, end });
+            self.report.too_few = Some("no other rank is left".to_owned());
+            self.fail(Failure::Rank { rank, host, end, reason: WORDS.to_owned() });
         }
     }
 }
