@@ -118,6 +118,23 @@ fn a_rank_that_was_killed_is_started_again_and_what_it_left_is_ended_first() {
 }
 
 #[test]
+fn of_ranks_that_are_lost_at_once_each_line_says_which_restart_it_is() {
+    let place = Place::new();
+    let script = "case $RANK$GRADWIRE_RESTART in 0*) until [ -e done ]; do sleep 0.05; done;; \
+                  ?0) until [ -e fail ]; do sleep 0.01; done; exit 3;; *) echo again;; esac";
+    let launcher = place.start(&["-n", "4", "--min-ranks", "1", "--restarts", "3"], script);
+    place.touch("fail");
+    (0..3).for_each(|_| drop(launcher.await_line("again")));
+    place.touch("done");
+    let outcome = launcher.finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    for nth in 1..=3 {
+        let words = format!("({nth} of 3 restarts)");
+        assert_eq!(outcome.stderr.matches(&words).count(), 1, "{words}: {}", outcome.stderr);
+    }
+}
+
+#[test]
 fn with_the_restarts_used_up_the_others_go_on_or_the_job_ends() {
     let place = Place::new();
     let script =
@@ -193,6 +210,27 @@ fn slots_are_added_and_taken_away_through_the_file() {
     let ended = "ended exited with code 0";
     assert_eq!(place.events_of(1), ["started", "removed its slot was taken away", ended, "added", ended]);
     assert_eq!(place.events_of(2), ["added", ended]);
+}
+
+#[test]
+fn a_file_with_fewer_slots_than_the_job_needs_is_warned_of_once_a_change() {
+    let place = Place::new();
+    place.hosts("localhost:3\n");
+    let launcher = place.start_on_hosts(&["--min-ranks", "2"], STEADY);
+    (0..3).for_each(|_| drop(launcher.await_line("up")));
+    place.hosts("localhost:2\n");
+    launcher.await_line("told 2");
+    place.hosts("localhost:1\n");
+    launcher.await_line("told 1");
+    launcher.await_error("the hosts file has 1 slot, and --min-ranks asks for 2: add slots");
+    place.hosts("localhost:1 # still\n");
+    await_condition("it is said again", || (launcher.errors().matches("has 1 slot").count() == 2).then_some(()));
+    place.hosts("localhost:2\n");
+    launcher.await_line("[1] up");
+    place.touch("done");
+    let outcome = launcher.finish();
+    assert_eq!(outcome.code(), Some(0), "{}", outcome.stderr);
+    assert_eq!(outcome.stderr.matches("and --min-ranks asks for").count(), 2, "{}", outcome.stderr);
 }
 
 #[test]

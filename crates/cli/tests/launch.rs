@@ -138,6 +138,27 @@ fn a_program_that_is_missing_is_named() {
     let outcome = Launcher::start_command(&["-n", "2"], &["/nonexistent/program"]).finish();
     assert_eq!(outcome.code(), Some(127));
     assert!(outcome.stderr.contains("/nonexistent/program"), "{}", outcome.stderr);
+    // What the system calls missing may be there, and what it does not let run may be a script.
+    let place = tempfile::tempdir().unwrap();
+    let [script, plain] = ["train-script", "train-plain"].map(|name| place.path().join(name));
+    std::fs::write(&script, "#!/nonexistent/python\n").unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    std::fs::write(&plain, "").unwrap();
+    for (program, code, words) in [
+        (
+            "nonexistent-program",
+            127,
+            "'nonexistent-program': No such file or directory (os error 2); it is not on the PATH\n",
+        ),
+        ("train-script", 127, "it is not on the PATH: for the file in this directory write ./train-script\n"),
+        ("./train-script", 127, "the file is there: what its first line names to run it, or its loader, is not\n"),
+        ("./train-plain", 126, "make the file executable (chmod +x), or name the program that runs it\n"),
+    ] {
+        let directory = place.path().to_str().unwrap();
+        let outcome = Launcher::start_command(&["-n", "1", "--directory", directory], &[program]).finish();
+        assert_eq!(outcome.code(), Some(code), "{program}: {}", outcome.stderr);
+        assert!(outcome.stderr.contains(words), "{program}: {}", outcome.stderr);
+    }
     let outcome = launch(&["-n", "1", "--directory", "/nonexistent"], "true");
     assert_eq!(outcome.code(), Some(1));
     assert!(outcome.stderr.contains("/nonexistent") && outcome.stderr.contains("rank 0"), "{}", outcome.stderr);
@@ -300,7 +321,10 @@ fn with_enough_ranks_left_the_others_go_on() {
     // What is said of the first of them, if anything, comes before.
     let stderr = format!("\n{}", outcome.stderr);
     let summary = stderr.rsplit_once("\ngradwire: ").unwrap().1;
-    assert!(summary.contains("exited with code 4: 1 rank is left, and --min-ranks asks for 2\n"), "{summary}");
+    assert!(
+        summary.contains("exited with code 4: 1 rank is left, and --min-ranks asks for 2, and --restarts allows none"),
+        "{summary}"
+    );
     assert!(!summary.contains("went on"), "{summary}");
 
     let refused = Launcher::start(&["-n", "3", "--min-ranks", "4"], "exit 0").finish();

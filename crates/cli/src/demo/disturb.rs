@@ -24,7 +24,8 @@ const JOINS_MAX: usize = 64;
 /// A process that joins takes part a few steps after that in which it was started: so many have to be left.
 const JOIN_STEPS: u32 = 8;
 /// Steps of so small a network are short beside the start of a process, and the last could be over before it is there.
-/// So long the others take for all that are left once it is due, until it takes part.
+/// So long the others take for all that are left once it is due, until it takes part; for a rank that is stopped, so much
+/// longer than it is.
 const JOIN_TIME: Duration = Duration::from_secs(10);
 /// Longest pause before one step for that.
 const JOIN_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -40,7 +41,7 @@ pub(crate) struct Disturbances {
     #[arg(long = "kill", value_name = "R@S")]
     kills: Vec<Kill>,
     /// Stops rank R in step S for a time such as 5s; may be repeated. When it is longer than 2.5 s the others go on
-    /// without it.
+    /// without it, and steps are drawn out until it takes part again.
     #[arg(long = "stall", value_name = "R@S:TIME")]
     stalls: Vec<Stall>,
     /// Starts one more process when step S begins; may be repeated. It takes the place of a lost rank whose process is
@@ -200,11 +201,26 @@ impl Disturbances {
     }
 
     /// How long ranks pause before this step, so that those can still take part that were to be started, of which so many
-    /// do.
-    pub(super) fn pause_before(&self, step: u32, steps: u32, came: usize) -> Option<Duration> {
+    /// do, and those that are stopped and no members any more.
+    pub(super) fn pause_before(
+        &self,
+        step: u32,
+        steps: u32,
+        came: usize,
+        is_member: impl Fn(u32) -> bool,
+    ) -> Option<Duration> {
+        let pause = |time: Duration, from: u32| (time / (steps - from + 1)).min(JOIN_PAUSE_MAX);
         let due = self.joins.iter().filter(|join| **join <= step);
-        let latest = due.clone().max().filter(|_| came < due.count())?;
-        Some((JOIN_TIME / (steps - latest + 1)).min(JOIN_PAUSE_MAX))
+        let latest = due.clone().max().filter(|_| came < due.count());
+        let join = latest.map(|latest| pause(JOIN_TIME, *latest));
+        let away = self.stalls.iter().filter(|stall| stall.step < step && !is_member(stall.rank));
+        let back = away.filter(|stall| !is_waited_for(stall.time));
+        back.map(|stall| pause(stall.time + JOIN_TIME, stall.step + 1)).chain(join).max()
+    }
+
+    /// How long a rank is stopped at most.
+    pub(super) fn longest_stall(&self) -> Duration {
+        self.stalls.iter().map(|stall| stall.time).max().unwrap_or_default()
     }
 
     /// Whether this rank is stopped in any step: it keeps its number then, for it may come back by itself.
@@ -328,11 +344,26 @@ mod tests {
     #[test]
     fn steps_are_drawn_out_while_a_process_is_due() {
         let given = read("--join 80 --join 100").expect("read");
-        let pause = |step, came| given.pause_before(step, 599, came).map(|pause| pause.as_millis());
+        let pause = |step, came| given.pause_before(step, 599, came, |_| true).map(|pause| pause.as_millis());
         assert_eq!([pause(79, 0), pause(80, 0), pause(80, 1)], [None, Some(19), None]);
         assert_eq!([pause(100, 1), pause(300, 1), pause(300, 2)], [Some(20), Some(20), None]);
-        assert_eq!(given.pause_before(100, 105, 0), Some(JOIN_PAUSE_MAX));
-        assert_eq!(read("").expect("read").pause_before(1, 2, 0), None);
+        assert_eq!(given.pause_before(100, 105, 0, |_| true), Some(JOIN_PAUSE_MAX));
+        assert_eq!(read("").expect("read").pause_before(1, 2, 0, |_| true), None);
+    }
+
+    #[test]
+    fn steps_are_drawn_out_while_a_rank_that_was_stopped_is_away() {
+        let given = read("--stall 1@60:5s --stall 2@60:1s --stall 1@80:500ms").expect("read");
+        let pause = |step, away| given.pause_before(step, 210, 0, |rank| rank != away).map(|pause| pause.as_millis());
+        assert_eq!([pause(60, 1), pause(61, 1), pause(61, 3)], [None, Some(100), None]);
+        assert_eq!([pause(61, 2), pause(81, 2)], [None; 2], "the others wait for it");
+        assert_eq!(pause(210, 1), Some(100), "in all, for as long as it is stopped and as a process takes to join");
+        assert_eq!(given.pause_before(61, 65, 0, |rank| rank != 1), Some(JOIN_PAUSE_MAX));
+        assert_eq!(given.longest_stall(), Duration::from_secs(5));
+        // Who is to be started counts too: the longer pause is made.
+        let both = read("--stall 1@60:5s --join 60").expect("read");
+        assert_eq!(both.pause_before(61, 210, 0, |rank| rank != 1), Some(Duration::from_millis(100)));
+        assert!(both.pause_before(61, 210, 0, |_| true).is_some_and(|pause| pause < Duration::from_millis(100)));
     }
 
     #[test]

@@ -125,6 +125,8 @@ fn train(args: &DemoArgs) -> Result<Story, ranks::Failure> {
         // One more that fails than are killed on purpose is a failure.
         plan.ranks_min = Some(args.ranks - args.disturbances.kills() as u32);
         plan.ranks_max = Some(args.ranks + args.disturbances.joins() as u32);
+        // Who is stopped on purpose hangs for so long, and comes back.
+        plan.patience += args.disturbances.longest_stall();
         if std::env::var_os("RUST_LOG").is_none() {
             // What ranks would warn of was asked for, and is told in a line of our own.
             plan.env.push(("RUST_LOG".into(), "error,pulsar=off".into()));

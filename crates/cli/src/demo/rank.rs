@@ -221,13 +221,14 @@ impl<'a> Trainer<'a> {
         Self { group, learner, samples, gradients, members, came }
     }
 
-    /// What comes before a step: processes that join are let in, and have their time for it.
+    /// What comes before a step: processes that join, or come back, are let in, and have their time for it.
     fn let_in(&mut self, args: &DemoRankArgs) -> Result<(), Fault> {
         let (step, disturbances) = (self.learner.next_step(), &args.disturbances);
         if disturbances.joins_in(step) > 0 {
             ranks::emit(&Event::Due { step, at: Moment::now() })?;
         }
-        if let Some(pause) = disturbances.pause_before(step, args.steps, self.came) {
+        let is_member = |rank| self.members.contains(&rank);
+        if let Some(pause) = disturbances.pause_before(step, args.steps, self.came, is_member) {
             std::thread::sleep(pause);
         }
         self.group.offer_state(&self.learner)

@@ -38,7 +38,9 @@ pub(super) struct Casualty {
     pub(super) rank: u32,
     pub(super) host: String,
     pub(super) end: End,
-    /// Why it is not.
+    /// How it was lost, in words.
+    pub(super) reason: String,
+    /// Why it is not started again.
     pub(super) why: String,
     /// What is said of it where the others go on; nothing, once that was said.
     pub(super) words: Option<String>,
@@ -47,8 +49,9 @@ pub(super) struct Casualty {
 }
 
 impl Casualty {
-    pub(super) const fn new(rank: u32, host: String, end: End, why: String, words: String) -> Self {
-        Self { rank, host, end, why, words: Some(words), missing: false }
+    pub(super) fn new(rank: u32, host: &str, end: End, reason: &str, why: &str, words: String) -> Self {
+        let (host, reason, why) = (host.to_owned(), reason.to_owned(), why.to_owned());
+        Self { rank, host, end, reason, why, words: Some(words), missing: false }
     }
 }
 
@@ -123,12 +126,12 @@ impl Driver {
         let is_gone = |rank| matches!(ranks.state(rank), Some(State::Lost(_)));
         let (doomed, words) = self.beginning.judge(census.as_ref(), is_gone);
         words.iter().for_each(|words| say(words));
-        if let Some(Casualty { rank, host, end, why, .. }) = doomed.filter(|_| !self.closed && !self.stopping) {
+        if let Some(Casualty { rank, host, end, reason, why, .. }) = doomed.filter(|_| !self.closed && !self.stopping) {
             let all = self.prospects.ranks().unwrap_or_default();
             self.report.too_few = Some(format!(
                 "it had not joined the job, which begins with all {all} ranks, and is not started again: {why}"
             ));
-            return self.fail(Failure::Rank { rank, host, end });
+            return self.fail(Failure::Rank { rank, host, end, reason });
         }
         self.beginning.reads += 1;
         if !self.beginning.lost.is_empty() && self.beginning.reads < READS_MAX {
@@ -152,7 +155,7 @@ mod tests {
     use super::*;
 
     fn lost(rank: u32) -> Beginning {
-        let casualty = Casualty::new(rank, "a".into(), End::Code(3), "no restarts".into(), "they go on".into());
+        let casualty = Casualty::new(rank, "a", End::Code(3), "broke", "no restarts", "they go on".into());
         Beginning { lost: vec![casualty], ..Beginning::default() }
     }
 

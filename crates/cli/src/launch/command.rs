@@ -24,7 +24,8 @@ use crate::args::{BrokerChoice, Transport, Wire};
 ///
 /// A rank fails when it exits with another code than 0, or by a signal. Without --min-ranks the others are ended then.
 /// With it they go on as long as so many are left, and --restarts starts those that failed again, where that can help. A
-/// rank that exits with 0 is through, and leaves the others running.
+/// rank that exits with 0 is through, and leaves the others running; one that had not left the job before, so that the others
+/// went on without it, counts as lost, but is not started again.
 ///
 /// SIGINT and SIGTERM are passed on to the ranks as SIGTERM: they can end in order, and are killed after --grace; a second
 /// one of these signals kills them at once. Programs that ask gradwire for it (Builder::stop_on_sigterm) end with one and
@@ -57,7 +58,8 @@ pub(crate) struct LaunchArgs {
     hosts: Vec<HostSlots>,
     /// The same from a file, one host a line; # begins a comment. With --min-ranks the file is followed while the job runs:
     /// each slot that is added starts a further rank there, up to --max-ranks; the rank of a slot that is taken away gets
-    /// SIGTERM, has --grace to end, and counts as no failure. A file that makes no sense changes nothing.
+    /// SIGTERM, has --grace to end, and counts as no failure. A file with fewer slots than --min-ranks is warned of, and
+    /// followed; one that makes no sense changes nothing.
     #[arg(long, value_name = "FILE", conflicts_with = "hosts")]
     hosts_file: Option<PathBuf>,
     /// How ranks reach each other.
@@ -161,6 +163,7 @@ fn plan(args: LaunchArgs) -> Result<LaunchPlan, LaunchError> {
         restarts: args.restarts,
         hosts_file,
         grace: args.grace,
+        patience: super::PATIENCE,
         events: args.events,
         broker: args.broker,
         job: args.job,

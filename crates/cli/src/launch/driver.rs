@@ -6,23 +6,23 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use gradwire_control::{BrokerAccess, Token};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM};
 
 use super::agents::{self, AgentLink, Event, RemoteOptions};
 use super::beginning::Beginning;
 use super::elastic::Site;
-use super::hung::Hung;
+use super::hung::{self, Hung};
 use super::journal::{Happening, Journal};
-use super::output::{Flow, Line, Outlet, Tail};
+use super::output::{Flow, Line, Outlet, Output, Tail};
 use super::prospects::Prospects;
 use super::ranks::{Ranks, Spot, State};
 use super::report::{Failure, LaunchError, Report, Words, signal_name};
 use super::signals::SignalWatch;
 use super::starter::Starter;
+use super::vanished::Vanished;
 use super::variables::{self, Identity, Recipe};
 use super::{HostsFile, LaunchPlan, hosts};
 use crate::agent::wire::{Command, End, Hello, Report as AgentReport};
@@ -95,7 +95,8 @@ pub(crate) fn run(
         interrupt: None,
         prospects: Prospects::default(),
         beginning: Beginning::default(),
-        hung: Hung::default(),
+        hung: Hung::new(plan.patience),
+        vanished: Vanished::default(),
     };
     for site in (0..counts.len()).filter(|site| counts[*site] > 0) {
         driver.connect(site)?;
@@ -106,31 +107,6 @@ pub(crate) fn run(
     driver.serve();
     let tails = driver.finish_output(output);
     Ok(driver.into_report(tails))
-}
-
-/// The thread that hands lines to the sink. Dropped, it is told that no more will come.
-struct Output {
-    outlet: Arc<Outlet>,
-    pump: Option<JoinHandle<HashMap<u32, Tail>>>,
-}
-
-impl Output {
-    fn start(sink: impl FnMut(Line<'_>) + Send + 'static, events: &Sender<Event>) -> io::Result<Self> {
-        let outlet = Outlet::new();
-        let (pumped, events) = (Arc::clone(&outlet), events.clone());
-        let pump = std::thread::Builder::new().name("output".to_owned()).spawn(move || {
-            let tails = pumped.pump(sink, |flow| drop(events.send(Event::Flow(flow))));
-            let _ = events.send(Event::OutputDone);
-            tails
-        })?;
-        Ok(Self { outlet, pump: Some(pump) })
-    }
-}
-
-impl Drop for Output {
-    fn drop(&mut self) {
-        self.outlet.finish();
-    }
 }
 
 pub(super) struct Driver {
@@ -175,6 +151,8 @@ pub(super) struct Driver {
     pub(super) beginning: Beginning,
     /// Ranks that the others went on without.
     pub(super) hung: Hung,
+    /// Ranks that ended with 0, perhaps without having left the job.
+    pub(super) vanished: Vanished,
     /// The first signal of those that end programs, and when it was passed on.
     interrupt: Option<(i32, Instant)>,
 }
@@ -300,6 +278,7 @@ impl Driver {
             }
         }
         self.end_roll();
+        self.end_vanished();
         let until = Instant::now() + SWEEP_TIME_MAX;
         for site in self.sites.iter().filter(|site| !site.unswept.is_empty()) {
             agents::sweep(&site.host, &self.remote, &self.instance_hex, until);
@@ -349,18 +328,23 @@ impl Driver {
         if agent != index {
             return;
         }
+        self.vanished.ended(Instant::now());
         let host = self.sites[spot.site].host.name.clone();
-        let reason = Words(end).to_string();
+        let hung = end == End::Signal(SIGKILL) && self.hung.was_killed(rank, since);
+        let reason = if hung { hung::WORDS.to_owned() } else { Words(end).to_string() };
         let told_to = self
             .interrupt
             .filter(|(signal, at)| *signal != SIGHUP || end == End::Signal(SIGHUP) || at.elapsed() < HANGUP_GRACE);
         let over = leaving || end.success() || self.stopping;
         if !over && told_to.is_none() {
             let held = self.holds(index, spot);
-            self.lose(rank, &host, end, reason, held, since.elapsed());
-            return self.go_on_or(Failure::Rank { rank, host, end });
+            self.lose(rank, &host, end, reason.clone(), held, since.elapsed());
+            return self.go_on_or(Failure::Rank { rank, host, end, reason });
         }
         self.ranks.set(rank, if leaving { State::Removed } else { State::Ended(end) });
+        if end.success() && !leaving && told_to.is_none() {
+            self.ended_well(rank, &host);
+        }
         self.journal.note(Happening::Ended, rank, &host, Some(reason));
         if let (false, Some((signal, _))) = (over, told_to) {
             self.report.interrupted = Some(signal);
@@ -432,6 +416,11 @@ impl Driver {
         self.tell_all(|| Command::Signal { number, ranks: None });
     }
 
+    /// Whether a signal that ends programs was passed on.
+    pub(super) fn is_interrupted(&self) -> bool {
+        self.interrupt.is_some_and(|(signal, _)| signal != SIGHUP)
+    }
+
     /// Ranks that a signal should have ended have had their time.
     fn end_of_grace(&mut self) {
         match self.interrupt {
@@ -453,7 +442,7 @@ impl Driver {
 
     /// Waits until all that the ranks wrote was handed on. The reader may take its time, as with any program that
     /// writes to a pipe; a signal ends the wait.
-    fn finish_output(&mut self, mut output: Output) -> HashMap<u32, Tail> {
+    fn finish_output(&mut self, output: Output) -> HashMap<u32, Tail> {
         output.outlet.finish();
         loop {
             match self.events.recv() {
@@ -463,7 +452,7 @@ impl Driver {
                 Err(_) => return HashMap::new(),
             }
         }
-        output.pump.take().and_then(|pump| pump.join().ok()).unwrap_or_default()
+        output.into_tails()
     }
 
     fn into_report(mut self, mut tails: HashMap<u32, Tail>) -> Report {

@@ -1,14 +1,14 @@
-//! What only jobs do that go on without ranks that are lost: these are started again, hosts are lost and come back, and
-//! hosts and slots are added and taken away while the job runs.
+//! What only jobs do that go on without ranks that are lost: these are started again, and hosts are lost and come back.
+//! Hosts and slots that are added and taken away are in `slots.rs`.
 
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGKILL, SIGTERM};
+use signal_hook::consts::SIGKILL;
 
 use super::agents::{AgentLink, Leavings};
 use super::beginning::Casualty;
 use super::driver::{Driver, HELLO_TIME_MAX};
-use super::hosts::{self, Host, HostSlots};
+use super::hosts::Host;
 use super::journal::Happening;
 use super::prospects::{Loss, is_for_good};
 use super::ranks::{Spot, State, pause};
@@ -16,7 +16,7 @@ use super::report::{Failure, LaunchError};
 use crate::agent::wire::{Command, End, Hello};
 
 /// Between two looks at the file of hosts, and at what is overdue.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// How long hosts may take to come back when no rank runs any more.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(120);
 
@@ -28,15 +28,15 @@ pub(super) struct Site {
     /// How many ranks are to be there from the start.
     pub(super) planned: u32,
     /// How many more are to be started there, because slots were added.
-    wanted: u32,
+    pub(super) wanted: u32,
     /// Agents that were lost there, and may have left something.
     pub(super) unswept: Vec<usize>,
     /// How often it was lost or not reached, one after the other.
-    failures: u32,
+    pub(super) failures: u32,
     /// How often it was not reached since it last was.
     unreached: u32,
     /// When it may be tried again.
-    retry_at: Instant,
+    pub(super) retry_at: Instant,
     /// When its agent has to have answered.
     hello_by: Option<Instant>,
 }
@@ -123,7 +123,7 @@ impl Driver {
             };
             let aside = if for_good { " it would end the same way if it was started again, and" } else { "" };
             let words = format!("rank {rank} on {host} {reason}:{aside} the others go on without it");
-            self.go_on_without(Casualty::new(rank, host.to_owned(), end, why.to_owned(), words));
+            self.go_on_without(Casualty::new(rank, host, end, &reason, why, words));
         }
         self.journal.note(Happening::Lost, rank, host, Some(reason));
     }
@@ -138,20 +138,28 @@ impl Driver {
         if self.can_go_on() || self.stopping {
             return;
         }
-        if let Some(least) = self.ranks_min.filter(|_| !self.closed) {
-            let left = match self.ranks.left() {
-                0 => "no rank is left".to_owned(),
-                1 => "1 rank is left".to_owned(),
-                left => format!("{left} ranks are left"),
-            };
+        if !self.closed
+            && let Some(too_few) = self.too_few()
+        {
             let used_up = match self.ranks.restarts() {
                 (count, most) if count < most => ", and starting it again would be of no use".to_owned(),
-                (_, 0) => String::new(),
+                (_, 0) => ", and --restarts allows none to be started again".to_owned(),
                 (_, most) => format!(", and all restarts ({most}) are used up"),
             };
-            self.report.too_few = Some(format!("{left}, and --min-ranks asks for {least}{used_up}"));
+            self.report.too_few = Some(format!("{too_few}{used_up}"));
         }
         self.fail(failure);
+    }
+
+    /// That too few are left, if so, in words.
+    pub(super) fn too_few(&self) -> Option<String> {
+        let least = self.ranks_min.filter(|_| !self.can_go_on())?;
+        let left = match self.ranks.left() {
+            0 => "no rank is left".to_owned(),
+            1 => "1 rank is left".to_owned(),
+            left => format!("{left} ranks are left"),
+        };
+        Some(format!("{left}, and --min-ranks asks for {least}"))
     }
 }
 
@@ -404,92 +412,6 @@ impl Driver {
             self.added.insert(rank);
             self.start_one(rank, Spot { site, slot });
         }
-    }
-}
-
-/// Hosts and slots that are added and taken away.
-impl Driver {
-    fn look_at_hosts(&mut self, now: Instant) {
-        if now < self.poll_at {
-            return;
-        }
-        self.poll_at = now + POLL_INTERVAL;
-        match self.hosts_file.as_mut().and_then(|file| file.poll()) {
-            Some(Ok(list)) => self.follow(&list, now),
-            Some(Err(error)) => say(&format!("{error}; nothing changes")),
-            None => {}
-        }
-    }
-
-    fn follow(&mut self, list: &[HostSlots], now: Instant) {
-        let hosts = hosts::merge(list);
-        for site in 0..self.sites.len() {
-            let known = &self.sites[site].host;
-            let slots = hosts.iter().find(|host| host.is(known)).map_or(0, |host| host.slots);
-            if slots < known.slots {
-                self.take_away(site, slots, now);
-            }
-        }
-        for host in hosts {
-            let site = self.sites.iter().position(|site| site.host.is(&host)).unwrap_or_else(|| {
-                self.sites.push(Site::new(Host { slots: 0, ..host.clone() }, 0, now));
-                self.sites.len() - 1
-            });
-            if host.slots > self.sites[site].host.slots {
-                self.add(site, host.slots, now);
-            }
-        }
-    }
-
-    fn add(&mut self, site: usize, slots: u32, now: Instant) {
-        let place = &mut self.sites[site];
-        if !place.host.local && !self.reachable {
-            let host = &place.host.name;
-            return say(&format!(
-                "{host} is not added: the job's broker serves this machine only; start the job with --address IP, or with \
-                 --broker URL"
-            ));
-        }
-        place.wanted += slots - place.host.slots;
-        (place.host.slots, place.failures, place.retry_at) = (slots, 0, now);
-    }
-
-    /// One more rank is wanted on the first host, for which a slot is made if none is free.
-    pub(super) fn add_one(&mut self) {
-        let slots = self.sites[0].host.slots;
-        let host = &mut self.sites[0];
-        host.wanted += 1;
-        if self.ranks.free_slot(0, slots).is_none() {
-            host.host.slots += 1;
-        }
-    }
-
-    /// The ranks that have no slot any more are told to end: those in the last slots.
-    fn take_away(&mut self, site: usize, slots: u32, now: Instant) {
-        let place = &mut self.sites[site];
-        place.wanted = place.wanted.saturating_sub(place.host.slots - slots);
-        place.host.slots = slots;
-        let host = place.host.name.clone();
-        let leaves = |rank| matches!(self.ranks.state(rank), Some(State::Running { leaving: true, .. }));
-        let mut stay: Vec<(u32, u32)> = self.ranks.on_site(site).filter(|(rank, _)| !leaves(*rank)).collect();
-        stay.sort_by_key(|(_, slot)| *slot);
-        for (rank, _) in stay.into_iter().skip(slots as usize) {
-            self.remove(rank, &host, now);
-        }
-    }
-
-    fn remove(&mut self, rank: u32, host: &str, now: Instant) {
-        match self.ranks.state(rank) {
-            Some(State::Running { spot, agent, since, .. }) => {
-                let kill_at = Some(now + self.grace);
-                self.ranks.set(rank, State::Running { spot, agent, since, leaving: true, kill_at });
-                let _ = self.agents[agent].tell(&Command::Signal { number: SIGTERM, ranks: Some(vec![rank]) });
-            }
-            _ => self.ranks.set(rank, State::Removed),
-        }
-        let reason = "its slot was taken away".to_owned();
-        say(&format!("rank {rank} on {host} is told to end: {reason}"));
-        self.journal.note(Happening::Removed, rank, host, Some(reason));
     }
 }
 

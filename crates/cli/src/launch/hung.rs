@@ -18,19 +18,38 @@ use crate::agent::wire::Command;
 
 /// How often the log is read.
 const LOOK_EVERY: Duration = Duration::from_secs(3);
-/// How long a process may still be there once it is known that the others went on without it.
-const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How a rank ended that was killed because of that. The signal alone would look like one of somebody else's.
+pub(super) const WORDS: &str = "hung and was killed";
 
 /// Ranks that the others went on without, while their processes run.
-#[derive(Default)]
 pub(super) struct Hung {
+    /// How long such a process may still be there.
+    patience: Duration,
     look_at: Option<Instant>,
-    reading: bool,
+    /// Since when it is read, while it is.
+    reading: Option<Instant>,
     /// When which process began, and since when it is known.
     known: HashMap<u32, (Instant, Instant)>,
+    /// When processes began that were killed.
+    killed: HashMap<u32, Instant>,
 }
 
 impl Hung {
+    pub(super) fn new(patience: Duration) -> Self {
+        Self { patience, look_at: None, reading: None, known: HashMap::new(), killed: HashMap::new() }
+    }
+
+    /// The log is to be read by then, where that would be later.
+    pub(super) fn look_by(&mut self, at: Instant) {
+        self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Whether this rank's process, which began at `began`, was killed because it hung.
+    pub(super) fn was_killed(&mut self, rank: u32, began: Instant) -> bool {
+        self.killed.remove(&rank) == Some(began)
+    }
+
     /// Whether this rank's process, which began at `began`, has been among them for too long.
     fn is_overdue(&mut self, rank: u32, began: Instant, is_removed: bool, now: Instant) -> bool {
         if !is_removed {
@@ -41,7 +60,7 @@ impl Hung {
         if known.0 != began {
             *known = (began, now);
         }
-        now.duration_since(known.1) >= PATIENCE && self.known.remove(&rank).is_some()
+        now.duration_since(known.1) >= self.patience && self.known.remove(&rank).is_some()
     }
 }
 
@@ -50,15 +69,15 @@ impl Driver {
     pub(super) fn look_for_hung(&mut self, now: Instant) {
         // Not at the start, when nobody has joined.
         let due = *self.hung.look_at.get_or_insert(now + LOOK_EVERY) <= now;
-        if due && !self.hung.reading {
+        if due && self.hung.reading.is_none() {
             self.hung.look_at = Some(now + LOOK_EVERY);
-            self.hung.reading = self.read_log(Event::Members);
+            self.hung.reading = self.read_log(Event::Members).then_some(now);
         }
     }
 
     /// The log was read, if it could be.
     pub(super) fn take_members(&mut self, census: Option<Census>) {
-        self.hung.reading = false;
+        let Some(read_at) = self.hung.reading.take() else { return };
         let Some(census) = census.filter(|_| !self.closed && !self.stopping) else { return };
         let now = Instant::now();
         for (rank, state) in self.ranks.iter().collect::<Vec<_>>() {
@@ -67,9 +86,11 @@ impl Driver {
             if self.hung.is_overdue(rank, since, is_removed, now) {
                 let host = &self.sites[spot.site].host.name;
                 say(&format!("rank {rank} on {host} hangs: the others went on without it, so it is killed"));
+                self.hung.killed.insert(rank, since);
                 let _ = self.agents[agent].tell(&Command::Signal { number: SIGKILL, ranks: Some(vec![rank]) });
             }
         }
+        self.find_vanished(&census, read_at);
     }
 }
 
@@ -79,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_process_is_given_time_to_end_by_itself_and_its_successor_is_another_one() {
-        let mut hung = Hung::default();
+        let mut hung = Hung::new(Duration::from_secs(5));
         let began = Instant::now();
         let at = |seconds| began + Duration::from_secs(seconds);
         assert!(!hung.is_overdue(1, began, true, at(10)));

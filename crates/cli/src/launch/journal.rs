@@ -16,7 +16,7 @@ use super::report::LaunchError;
 pub(super) enum Happening {
     /// It runs, from the job's start.
     Started,
-    /// It failed, or its host was lost.
+    /// It failed, its host was lost, or it ended without having left the job.
     Lost,
     /// It runs again.
     Restarted,

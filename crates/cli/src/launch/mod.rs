@@ -3,9 +3,10 @@
 //! The launcher starts one agent per host (`gradwire __agent`) and tells it over its standard input what to run: the
 //! job's secret never stands on a command line. Agents live as long as the host has a part in the job; ranks come and go
 //! (`elastic.rs`) in jobs that go on without those that are lost, and are started again where that can help
-//! (`prospects.rs`); one that cannot begin without a rank ends at once (`beginning.rs`), and ranks that hang are killed
-//! (`hung.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the death of the
-//! launcher or of an agent, no process of it stays.
+//! (`prospects.rs`); so do hosts and their slots (`slots.rs`). One that cannot begin without a rank ends at once
+//! (`beginning.rs`), ranks that hang are killed (`hung.rs`), and those that end with 0 and have not left count as lost
+//! (`vanished.rs`). It owns the job's broker unless another one is named. Whatever ends the job, a rank, a signal, the
+//! death of the launcher or of an agent, no process of it stays.
 
 mod agents;
 mod beginning;
@@ -21,7 +22,9 @@ mod prospects;
 mod ranks;
 mod report;
 mod signals;
+mod slots;
 mod starter;
+mod vanished;
 mod variables;
 
 use std::ffi::OsString;
@@ -39,6 +42,9 @@ use crate::args::{BrokerChoice, Transport, Wire};
 
 /// How long ranks have for an end in order, if nobody says otherwise: enough for a step and a checkpoint.
 const GRACE: Duration = Duration::from_secs(30);
+
+/// How long ranks that hang are left alone, if nobody says otherwise: one that wakes up ends by itself.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What to start, and where. Holds no secret: that is made when it starts.
 #[derive(Clone, Debug)]
@@ -61,6 +67,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) hosts_file: Option<HostsFile>,
     /// Between SIGTERM and SIGKILL for ranks whose host is taken away, or when a signal ends the job.
     pub(crate) grace: Duration,
+    /// How long a process may still be there once it is known that the others went on without it.
+    pub(crate) patience: Duration,
     /// Where to write what happens to the ranks, as JSON lines.
     pub(crate) events: Option<std::path::PathBuf>,
     /// Where the control plane runs.
@@ -90,6 +98,7 @@ impl LaunchPlan {
             restarts: 0,
             hosts_file: None,
             grace: GRACE,
+            patience: PATIENCE,
             events: None,
             broker: BrokerChoice::Embedded,
             job: None,

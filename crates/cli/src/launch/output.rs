@@ -6,7 +6,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use super::agents::Event;
 
 /// Longest line: a longer one is handed on in pieces of this size, each as a line.
 pub(crate) const LINE_BYTES_MAX: usize = 64 * 1024;
@@ -52,6 +56,37 @@ pub(crate) fn forward_line(line: &Line<'_>) {
     // A reader that has gone away ends neither the job nor the other stream; say so once.
     if written.is_err() && !CLOSED.swap(true, Ordering::Relaxed) {
         let _ = writeln!(io::stderr(), "gradwire: nobody reads the ranks' output any more; the job goes on");
+    }
+}
+
+/// The thread that hands lines to the sink. Dropped, it is told that no more will come.
+pub(super) struct Output {
+    pub(super) outlet: Arc<Outlet>,
+    pump: Option<JoinHandle<HashMap<u32, Tail>>>,
+}
+
+impl Output {
+    /// It tells the driver when to hold output back, and when all was handed on.
+    pub(super) fn start(sink: impl FnMut(Line<'_>) + Send + 'static, events: &Sender<Event>) -> io::Result<Self> {
+        let outlet = Outlet::new();
+        let (pumped, events) = (Arc::clone(&outlet), events.clone());
+        let pump = std::thread::Builder::new().name("output".to_owned()).spawn(move || {
+            let tails = pumped.pump(sink, |flow| drop(events.send(Event::Flow(flow))));
+            let _ = events.send(Event::OutputDone);
+            tails
+        })?;
+        Ok(Self { outlet, pump: Some(pump) })
+    }
+
+    /// The last lines of the ranks, when all was handed on.
+    pub(super) fn into_tails(mut self) -> HashMap<u32, Tail> {
+        self.pump.take().and_then(|pump| pump.join().ok()).unwrap_or_default()
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        self.outlet.finish();
     }
 }
 

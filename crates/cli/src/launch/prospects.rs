@@ -67,6 +67,11 @@ impl Prospects {
         self.job.as_ref().map(|(_, ranks)| *ranks)
     }
 
+    /// What the job's log says, if it is known where it is and it can be read.
+    pub(super) fn read(&self) -> Option<Census> {
+        self.job.as_ref().and_then(|(job, ranks)| read(job, *ranks))
+    }
+
     /// Whether a rank may not be started again yet.
     pub(super) fn are_awaited(&self, rank: u32) -> bool {
         self.asked.contains_key(&rank)
@@ -114,6 +119,11 @@ const fn stays(fault: &Fault) -> bool {
     )
 }
 
+fn read(job: &JobConfig, ranks: u32) -> Option<Census> {
+    let census = read_census(job, ranks, READ_TIME_MAX);
+    census.inspect_err(|fault| tracing::debug!(%fault, "the job's log cannot be read")).ok()
+}
+
 impl Driver {
     /// A rank is to be started again after its pause, if the job's log has nothing against it.
     pub(super) fn ask_before_restart(&mut self, rank: u32, loss: Loss) {
@@ -129,21 +139,15 @@ impl Driver {
     pub(super) fn read_log(&self, event: impl FnOnce(Option<Census>) -> Event + Send + 'static) -> bool {
         let Some((job, ranks)) = self.prospects.job.clone() else { return false };
         let events = self.sender.clone();
-        let read = move || {
-            let census = read_census(&job, ranks, READ_TIME_MAX);
-            if let Err(fault) = &census {
-                tracing::debug!(%fault, "the job's log cannot be read");
-            }
-            let _ = events.send(event(census.ok()));
-        };
-        std::thread::Builder::new().name("census".to_owned()).spawn(read).is_ok()
+        let tell = move || drop(events.send(event(read(&job, ranks))));
+        std::thread::Builder::new().name("census".to_owned()).spawn(tell).is_ok()
     }
 
-    fn announce_restart(&self, rank: u32, loss: &Loss) {
+    fn announce_restart(&mut self, rank: u32, loss: &Loss) {
         let Loss { host, reason, pause, .. } = loss;
-        let (count, most) = self.ranks.restarts();
+        let (nth, (_, most)) = (self.ranks.announce(), self.ranks.restarts());
         let seconds = pause.as_secs_f64();
-        say(&format!("rank {rank} on {host} {reason}: starting it again in {seconds} s ({count} of {most} restarts)"));
+        say(&format!("rank {rank} on {host} {reason}: starting it again in {seconds} s ({nth} of {most} restarts)"));
     }
 
     /// The log was read after this rank was lost.
@@ -163,16 +167,16 @@ impl Driver {
                 say(&format!(
                     "rank {rank} on {host} {reason}: it is not started again, for it would meet the same: {fault}"
                 ));
-                self.go_on_or(Failure::Rank { rank, host, end });
+                self.go_on_or(Failure::Rank { rank, host, end, reason });
             }
             Hopeless::Alone if self.ranks.any_ended_well() => {
                 say(&format!("rank {rank} on {host} {reason}: it is not started again, for the others are through"));
-                self.go_on_or(Failure::Rank { rank, host, end });
+                self.go_on_or(Failure::Rank { rank, host, end, reason });
             }
             Hopeless::Alone => {
                 let words = "no rank is left that has the job's state: start the job again, from what was saved";
                 self.report.too_few = Some(words.to_owned());
-                self.fail(Failure::Rank { rank, host, end });
+                self.fail(Failure::Rank { rank, host, end, reason });
             }
         }
     }

@@ -65,6 +65,8 @@ pub(super) struct Ranks {
     seats: Vec<Seat>,
     restarts_max: u32,
     restarts: u32,
+    /// Restarts that were made known: of those that are planned some are still given up.
+    announced: u32,
     /// Whether no rank is started again any more.
     closed: bool,
 }
@@ -73,7 +75,7 @@ impl Ranks {
     /// So many numbers can be given, none is yet.
     pub(super) fn new(count: u32, restarts_max: u32) -> Self {
         let seat = Seat { state: State::Unused, starts: 0, failures: 0 };
-        Self { seats: vec![seat; count as usize], restarts_max, restarts: 0, closed: false }
+        Self { seats: vec![seat; count as usize], restarts_max, restarts: 0, announced: 0, closed: false }
     }
 
     pub(super) fn state(&self, rank: u32) -> Option<State> {
@@ -147,6 +149,12 @@ impl Ranks {
     /// Restarts that were planned, and how many there may be.
     pub(super) const fn restarts(&self) -> (u32, u32) {
         (self.restarts, self.restarts_max)
+    }
+
+    /// A restart is made known, and is not given up any more. Tells which it is, counted from 1.
+    pub(super) const fn announce(&mut self) -> u32 {
+        self.announced += 1;
+        self.announced
     }
 
     /// How many take part, will again, or have done their part.
@@ -237,6 +245,8 @@ mod tests {
         ranks.give_up(0);
         assert_eq!((ranks.left(), ranks.state(1), ranks.restarts()), (1, Some(State::Lost(BAD)), (1, 2)));
         assert!(ranks.lose(0, BAD, None, Duration::ZERO, now).is_some(), "it can be used by another");
+        // Those that were given up are none that were made known.
+        assert_eq!([ranks.announce(), ranks.announce()], [1, 2]);
         ranks.give_up_waiting();
         assert_eq!((ranks.left(), ranks.state(0)), (0, Some(State::Lost(BAD))));
     }

@@ -49,6 +49,8 @@ pub(crate) enum Failure {
         host: String,
         /// How it ended.
         end: End,
+        /// The same in words, with what is known of why.
+        reason: String,
     },
     /// This rank could not be started.
     NotStarted {
@@ -182,7 +184,7 @@ impl fmt::Display for Report {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Rank { rank, host, end } => write!(f, "rank {rank} on {host} {}", Words(*end)),
+            Self::Rank { rank, host, reason, .. } => write!(f, "rank {rank} on {host} {reason}"),
             Self::NotStarted { rank, host, detail } => write!(f, "rank {rank} cannot be started on {host}: {detail}"),
             Self::AgentLost { host, ranks, detail } => {
                 write!(f, "lost the agent on {host} ({}): {detail}", numbers(ranks))
@@ -234,7 +236,8 @@ mod tests {
     use super::*;
 
     fn failed(end: End) -> Report {
-        let failure = Failure::Rank { rank: 2, host: "localhost".to_owned(), end };
+        let reason = Words(end).to_string();
+        let failure = Failure::Rank { rank: 2, host: "localhost".to_owned(), end, reason };
         Report { failure: Some(failure), last_lines: vec![b"boom".to_vec()], ..Report::default() }
     }
 

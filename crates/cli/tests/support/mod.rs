@@ -120,7 +120,7 @@ impl Launcher {
         await_condition(text, || self.errors().contains(text).then_some(()));
     }
 
-    fn errors(&self) -> String {
+    pub(crate) fn errors(&self) -> String {
         String::from_utf8_lossy(&self.said.lock().unwrap()).into_owned()
     }
 
