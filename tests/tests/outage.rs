@@ -127,3 +127,20 @@ fn a_rank_that_is_started_again_while_the_broker_is_away_comes_back() {
         }
     }
 }
+
+#[test]
+fn a_broker_that_cannot_be_reached_is_named_while_it_is_tried() {
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("an address");
+    let directory = tempfile::tempdir().expect("a directory");
+    let url = format!("pulsar://{nobody}");
+    let plan = Plan::over(&url, 2, "tcp").with("GRADWIRE_DEADLINE_MS", 4000);
+    // This one logs.
+    let output = plan.command_of("example-elastic", 0, &[directory.path().to_str().expect("a path")]).output();
+    let output = output.expect("runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let yet = format!("the broker at {url} cannot be reached yet: Connection refused (os error 111); it is tried for ");
+    assert_eq!(said.matches(&yet).count(), 1, "after 2 s, and then after 10 s: {said}");
+    assert!(!said.contains("the link to the broker is lost"), "{said}");
+    let fault = format!("the broker at {url} cannot be used: Connection refused");
+    assert!(!output.status.success() && said.contains(&fault), "{said}");
+}

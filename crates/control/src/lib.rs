@@ -11,6 +11,7 @@
 mod access;
 pub mod broker;
 mod copies;
+mod fate;
 pub mod federated;
 mod job;
 mod link;

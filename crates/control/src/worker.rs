@@ -15,13 +15,14 @@ use gradwire_proto::{Epoch, Fault, FaultKind, Step};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use crate::fate::Fate;
 use crate::job::JobConfig;
 use crate::link::{Client, Link, LinkError, Position, Start, receipt, unique_name};
 use crate::outbox::{Item, Outbox, Publisher};
 use crate::record::{AuditKind, AuditRecord, Header, RECORD_VERSION, RecordKey};
 use crate::rendezvous::{Append, ControlEvent, Me, Policy, Rendezvous};
 use crate::snapshots;
-use crate::supervise::{Backoff, Complaints};
+use crate::supervise::{Backoff, Complaints, Outage};
 
 /// How long opening a link may take.
 const OPEN_MAX: Duration = Duration::from_secs(10);
@@ -30,7 +31,7 @@ const PUBLISH_PAUSE: Duration = Duration::from_secs(1);
 /// How long the last words of a rank that could not join may take.
 const FAREWELL_MAX: Duration = Duration::from_millis(500);
 /// Most control records that wait for a receipt; further reports are dropped.
-const RECORDS_MAX: usize = 1024;
+pub(crate) const RECORDS_MAX: usize = 1024;
 
 type Receipts = FuturesOrdered<BoxFuture<'static, Result<(), LinkError>>>;
 type Waker = Arc<dyn Fn() + Send + Sync>;
@@ -171,13 +172,23 @@ struct Done;
 impl Running {
     async fn supervise(mut self) {
         let (mut backoff, mut complaints) = (Backoff::default(), Complaints::default());
+        let mut outage = Outage::new(&self.worker.config.broker.url, self.worker.deadline);
         loop {
             let opened = Instant::now();
-            let error = match self.open_and_drive().await {
+            // Whoever joins hears of a broker that cannot be reached from the outage.
+            let joins = !self.outcome_told;
+            let link = if joins { outage.watch(self.open()).await } else { self.open().await };
+            let (ended, is_told) = match link {
+                Ok(link) => (self.drive(link).await, false),
+                Err(error) => (Err(error), joins),
+            };
+            let error = match ended {
                 Ok(Done) => return,
                 Err(error) => error,
             };
-            complaints.say("control", &error.reason);
+            if !is_told {
+                complaints.say("control", &error.reason);
+            }
             self.worker.shared.links_lost.fetch_add(1, Ordering::Relaxed);
             self.link_lost();
             let pause_end = Instant::now() + backoff.pause(opened.elapsed());
@@ -189,7 +200,7 @@ impl Running {
         }
     }
 
-    async fn open_and_drive(&mut self) -> Result<Done, LinkError> {
+    async fn open(&mut self) -> Result<Link, LinkError> {
         let mut time_max = OPEN_MAX;
         if !self.outcome_told {
             time_max = time_max.min(self.worker.deadline.saturating_duration_since(Instant::now()));
@@ -212,7 +223,7 @@ impl Running {
                 self.rendezvous.handle_snapshot(now, stored.rank, stored.id, stored.snapshot);
             }
         }
-        self.drive(link).await
+        Ok(link)
     }
 
     /// What has no receipt is sent again over the next link, but for what the rendezvous will say again by itself.
@@ -354,9 +365,16 @@ impl Running {
     }
 
     fn queue(&mut self, id: Option<RecordId>, body: &Body) {
-        if self.leaving || self.records.len() >= RECORDS_MAX {
-            tracing::warn!("a control record was dropped: the rank leaves, or too many wait for the broker");
-            return;
+        match Fate::of(body, self.leaving, self.records.len()) {
+            Fate::Queued => {}
+            Fate::Needless => {
+                tracing::debug!(kind = body.kind(), "a control record is not written any more: the rank has left");
+                return;
+            }
+            Fate::Lost(why) => {
+                tracing::warn!(?body, "a control record was dropped: {why}");
+                return;
+            }
         }
         let Me { instance, rank, .. } = self.worker.me;
         let id = id.unwrap_or_else(random_id);

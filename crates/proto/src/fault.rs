@@ -73,7 +73,8 @@ pub enum FaultKind {
     StepAborted = 29,
     /// A peer is in another epoch.
     EpochMismatch = 30,
-    /// The state could not be saved, on any rank. Everything else goes on.
+    /// The state could not be saved, on any rank. Everything else goes on: the save before is whole, and the next one may
+    /// succeed.
     NotSaved = 31,
     /// A saved state is damaged, or not one that can be restored here.
     NotRestored = 32,

@@ -6,12 +6,12 @@
 //! that a step has to be aborted.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use gradwire_proto::session::Recovery;
 use gradwire_proto::{DType, Epoch, Fault, FaultKind, Rank, ReduceOp};
 
+use super::again::LastSave;
 use super::owner::{Ours, SaveIdentity};
 use crate::engine::Submission;
 use crate::handle::{Handle, Tensor};
@@ -27,8 +27,7 @@ const LOWEST_RANK: i64 = (u32::MAX >> 1) as i64;
 pub(crate) struct Durable {
     tensors: Vec<Tensor>,
     pub(super) ours: Ours,
-    /// One more than the commits at the last save.
-    saved_at: AtomicU64,
+    pub(super) last: LastSave,
 }
 
 /// An exchange, in the order in which a group may do them between two commits.
@@ -59,12 +58,7 @@ impl Durable {
     }
 
     pub(crate) fn new(tensors: Vec<Tensor>, identity: SaveIdentity) -> Self {
-        Self { tensors, ours: Ours::new(identity), saved_at: AtomicU64::new(0) }
-    }
-
-    /// Marks that a save was begun after so many commits: true if one was already.
-    pub(super) fn has_saved(&self, commits: u64) -> bool {
-        self.saved_at.swap(commits + 1, Ordering::Relaxed) == commits + 1
+        Self { tensors, ours: Ours::new(identity), last: LastSave::default() }
     }
 }
 

@@ -8,7 +8,7 @@
 //! use std::path::Path;
 //!
 //! use gradwire::durable::SavedState;
-//! use gradwire::{Builder, State, StateTensor, StateTensorMut};
+//! use gradwire::{Builder, FaultKind, State, StateTensor, StateTensorMut};
 //!
 //! struct Model { weights: Vec<u8>, seed: [u8; 8] }
 //!
@@ -44,7 +44,11 @@
 //!     let _ = group.commit()?;
 //!     step += 1;
 //!     if step % 100 == 0 {
-//!         group.save(saves, &model)?;
+//!         match group.save(saves, &model) {
+//!             // No reason to end: the save before is whole, and the next one may succeed.
+//!             Err(fault) if fault.kind == FaultKind::NotSaved => eprintln!("{fault}"),
+//!             saved => drop(saved?),
+//!         }
 //!     }
 //! }
 //! # group.close()?;
@@ -63,6 +67,7 @@
 //!
 //! Not owned here: which parts a state has, when to save, and state that differs between ranks.
 
+mod again;
 mod agree;
 mod disk;
 mod layout;

@@ -11,7 +11,7 @@ use gradwire_proto::{Fault, FaultKind, Step};
 use super::layout::Layout;
 use super::names::{Listing, MANIFEST, Name, shard_path, unreadable};
 use super::write::{open_shard, read_bounded};
-use crate::{State, StateTensorMut};
+use crate::{State, StateTensor, StateTensorMut};
 
 /// A save that was found: its manifest is whole, and its shards are there and sealed. What they hold is checked when it
 /// is read.
@@ -161,6 +161,33 @@ impl SavedState {
             bytes: self.manifest.state_bytes(),
             skipped: self.skipped.clone(),
         })
+    }
+
+    /// Whether a state with these parts is the one that was saved, as far as the checksums in the save's files tell; what
+    /// else is in these is not read.
+    pub(super) fn is_of(&self, parts: &[StateTensor<'_>]) -> Result<bool, Fault> {
+        let lengths = || parts.iter().map(|part| part.bytes.len() as u64);
+        if !self.parts().eq(parts.iter().map(|part| part.name).zip(lengths())) {
+            return Ok(false);
+        }
+        let (layout, piece_bytes) = (Layout::new(lengths()), u64::from(self.manifest.piece_bytes));
+        let mut piece = Vec::new();
+        for index in 0..self.manifest.shards.len() as u32 {
+            let header = self.manifest.shard_header(index);
+            let (_, checksums) = self.shard(index)?;
+            for (number, checksum) in (0..).zip(checksums.chunks_exact(4)) {
+                let at = number * piece_bytes;
+                let range = header.first + at..header.first + (at + piece_bytes).min(header.bytes);
+                piece.clear();
+                for (part, range) in layout.fragments(range) {
+                    piece.extend_from_slice(&parts[part].bytes[range]);
+                }
+                if gradwire_codec::crc32(&piece).to_le_bytes() != checksum {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
     }
 
     /// The state's parts in the order of the save's.

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use gradwire_proto::limits::WORLD_SIZE_MAX;
 use gradwire_proto::saved::{Cut, SavedManifest, SavedPart, SavedShard, ShardHeader, check_parts};
-use gradwire_proto::session::Recovery;
 use gradwire_proto::wire::{Malformed, Reader};
 use gradwire_proto::{Epoch, Fault, FaultKind, Rank, Step};
 
@@ -46,22 +45,30 @@ impl Group {
     /// It takes one piece of 4 MiB of memory. Every rank that waits gives the others the deadline of an operation, and a
     /// second for each 4 MiB of the state.
     ///
+    /// What was saved is saved: a second save between two commits, by the same path on this rank, writes nothing and
+    /// returns the first one, as long as the state is what it was; that is checked. So a program may save now and then, and
+    /// once more when it ends.
+    ///
     /// # Errors
     /// [`FaultKind::NotSaved`], on every rank, that names the rank which could not do its part and why, or the save of another
-    /// job or run that is there: the save before is still in place, and the group goes on. `InvalidArgument`, where lost ranks do not fail the job, for a second
-    /// save between two commits. Otherwise as [`Handle::wait`](crate::Handle::wait), but never
+    /// job or run that is there. That is no reason to end the training: the save before is whole and in place, the group goes
+    /// on, and the next save may succeed. Otherwise as [`Handle::wait`](crate::Handle::wait), but never
     /// [`FaultKind::StepAborted`]: a rank that is lost meanwhile makes it `NotSaved` unless its share was written.
+    ///
+    /// Where lost ranks do not fail the job nothing is written twice between two commits: `InvalidArgument` for a second
+    /// save to another directory, or of a state that was changed since the first one; `NotSaved` again where the first one
+    /// could not be made. With [`Recovery::Fail`](crate::Recovery::Fail) these are made.
     pub fn save(&self, directory: &Path, state: &dyn State) -> Result<Saved, Fault> {
         self.save_on(Disk::real(), directory, state)
     }
 
-    pub(super) fn save_on(&self, disk: Disk<'_>, directory: &Path, state: &dyn State) -> Result<Saved, Fault> {
-        let step = Step(self.commits.load(Ordering::Relaxed));
-        if self.durable.has_saved(step.0) && self.identity.recovery != Recovery::Fail {
-            let detail =
-                format!("the state after {step} was saved, or could not be: commit a step before the next try");
-            return Err(Fault::new(FaultKind::InvalidArgument, detail));
-        }
+    pub(super) fn save_anew(
+        &self,
+        disk: Disk<'_>,
+        directory: &Path,
+        state: &dyn State,
+        step: Step,
+    ) -> Result<Saved, Fault> {
         let since = self.epoch();
         let parts = state.parts();
         let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gradwire_proto::DType;
+use gradwire_proto::session::Recovery;
 
 use super::super::disk::Operation;
 use super::*;
@@ -63,6 +64,66 @@ fn a_rank_that_cannot_write_is_named_on_all_with_the_reason_and_the_group_goes_o
         });
         assert_eq!(assert_whole(&good), 0, "the group had made no step");
     }
+}
+
+#[test]
+fn what_was_saved_is_saved_until_the_next_commit() {
+    for recovery in [Recovery::Fail, Recovery::Abort, Recovery::Redo] {
+        let directory = saved(&[]);
+        let (path, other) = (directory.path().join("saves"), directory.path().join("other"));
+        let blocked = directory.path().join("file");
+        fs::write(&blocked, "no directory").expect("written");
+        let builder = || Builder::for_tests().recovery(recovery);
+        run(3, boxed(tcp(3)), builder, |group| {
+            let _ = group.commit().expect("committed");
+            let first = group.save(&path, &Parts::new(1)).expect("saved");
+            for _ in 0..2 {
+                let again = group.save(&path, &Parts::new(1)).expect("it was saved");
+                assert_eq!((again.step, &again.path, again.bytes), (first.step, &first.path, first.bytes));
+            }
+            assert_eq!(entries(&path), ["save-000001-step-1"], "nothing was written again");
+            group.barrier().expect("all have looked");
+            // In a job that fails without a rank these are made, for nothing has to be done again there.
+            let changed = group.save(&path, &Parts::new(2));
+            let elsewhere = group.save(&other, &Parts::new(1));
+            if recovery == Recovery::Fail {
+                assert_eq!(changed.expect("saved").path, path.join("save-000002-step-1"));
+                assert_eq!(elsewhere.expect("saved").path, other.join("save-000001-step-1"));
+            } else {
+                for (ended, words) in [(changed, "was changed after it was saved as"), (elsewhere, "was saved in")] {
+                    let fault = ended.expect_err("not twice");
+                    assert!(fault.kind == FaultKind::InvalidArgument && fault.detail.contains(words), "{fault}");
+                }
+            }
+            let _ = group.commit().expect("committed");
+            assert_eq!(group.save(&path, &Parts::new(2)).expect("saved").step, Step(2));
+            assert_goes_on(group);
+        });
+        assert_eq!(latest(&path).step(), Step(2));
+        run(2, boxed(tcp(2)), builder, |group| {
+            let fault = group.save(&blocked, &Parts::new(0)).expect_err("it cannot be made");
+            let again = group.save(&blocked, &Parts::new(0)).expect_err("nor now");
+            assert_eq!((again.kind, again.rank), (fault.kind, fault.rank), "{again}");
+            let waits =
+                again.detail.starts_with("it is not tried again before the next commit: the state was not saved");
+            assert_eq!(waits, recovery != Recovery::Fail, "{again}");
+        });
+    }
+}
+
+#[test]
+fn what_was_saved_and_is_gone_is_not_taken_for_saved() {
+    let directory = saved(&[]);
+    group(1, 0, |group| {
+        let saved = group.save(directory.path(), &Parts::new(0)).expect("saved");
+        fs::remove_file(saved.path.join("rank-0")).expect("removed");
+        let fault = group.save(directory.path(), &Parts::new(0)).expect_err("it is gone");
+        assert_eq!(fault.kind, FaultKind::NotSaved);
+        assert!(
+            fault.detail.contains("is not there any more: ") && fault.detail.contains("rank-0: it is missing"),
+            "{fault}"
+        );
+    });
 }
 
 #[test]
