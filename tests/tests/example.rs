@@ -27,6 +27,7 @@ fn process(line: &str) -> Pid {
 fn end(ended: &Ended) -> String {
     assert!(ended.status.success(), "{ended:#?}");
     assert!(!ended.lines.iter().any(|line| line.contains("record was dropped")), "{ended:#?}");
+    assert!(!ended.lines.iter().any(|line| line.contains("the variable GRADWIRE_")), "what the launcher sets is known");
     let said: Vec<&str> = (0..3)
         .map(|rank| {
             let prefix = format!("[{rank}] ");

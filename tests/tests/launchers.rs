@@ -65,3 +65,21 @@ fn torchruns_and_sruns_variables_start_them() {
         }
     }
 }
+
+#[test]
+fn a_variable_that_nobody_reads_is_told_of_once() {
+    let saves = tempfile::tempdir().expect("a directory");
+    // In two words: what is named here as one has to be known.
+    let misspelt = format!("GRADWIRE_{}", "TRANSPROT");
+    // This one logs.
+    let mut command = Command::new(binary("example-elastic"));
+    command.arg(saves.path()).args(["3", "0"]).env(&misspelt, "tcp").env("GRADWIRE_TEST_SEED", "1");
+    let output = command.output().expect("runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let words = format!(
+        "the variable {misspelt} is set, but there is none of this name in gradwire: is GRADWIRE_TRANSPORT meant?"
+    );
+    assert_eq!(said.matches(&words).count(), 1, "{said}");
+    assert_eq!(said.matches("the variable ").count(), 1, "{said}");
+}

@@ -51,11 +51,13 @@ impl Builder {
     /// takes `GRADWIRE_TRANSPORT` (auto, shm, tcp), `GRADWIRE_WIRE` (fp32, fp16, bf16), `GRADWIRE_INTEGRITY` (links,
     /// all), `GRADWIRE_DEADLINE_MS`, `GRADWIRE_COMMIT_INTERVAL_MS`, `GRADWIRE_RETAIN_STEPS`, `GRADWIRE_RECOVERY` (fail,
     /// abort, redo), `GRADWIRE_HEARTBEAT_MS`, `GRADWIRE_SILENCE_MS`, `GRADWIRE_RANKS_MIN`, `GRADWIRE_RANKS_MAX` and
-    /// `GRADWIRE_RANKS_WAIT_MS` as defaults.
+    /// `GRADWIRE_RANKS_WAIT_MS` as defaults. Warns once of each variable `GRADWIRE_*` that there is none of in gradwire: it
+    /// may be misspelt.
     ///
     /// # Errors
     /// A [`Fault`] that names the variable that is wrong or missing; see [`crate::env::discover`].
     pub fn from_env() -> Result<Self, Fault> {
+        crate::env::warn_of_unknown();
         let deadline = milliseconds("GRADWIRE_DEADLINE_MS", 1)?.unwrap_or(DEADLINE_DEFAULT);
         let commit_interval = milliseconds("GRADWIRE_COMMIT_INTERVAL_MS", 0)?.unwrap_or(COMMIT_INTERVAL_DEFAULT);
         let transport = match variable("GRADWIRE_TRANSPORT") {

@@ -21,6 +21,7 @@
 //! | `GRADWIRE_ADVERTISE` | `IP` or `IP:PORT`: where others reach it instead, through a forwarded port or out of a container; ports as above |
 
 mod handover;
+mod known;
 mod ports;
 mod position;
 mod process;
@@ -37,6 +38,7 @@ use gradwire_proto::secret::hex;
 use gradwire_proto::{Fault, FaultKind, Rank, Secret};
 
 use handover::{Exchange, Handover, Published};
+pub(crate) use known::warn_of_unknown;
 use ports::Ports;
 use position::Position;
 use process::ProcessName;
