@@ -107,7 +107,7 @@ mod tests {
         assert!(names.len() >= OF_RANKS.len(), "{names:?}");
         let unknown: Vec<_> = names.iter().filter(|name| is_unknown(name)).collect();
         assert!(unknown.is_empty(), "known.rs has them not: {unknown:?}");
-        for rest in OF_RANKS.iter().chain(&OF_OTHERS) {
+        for rest in OF_RANKS.iter().chain(OF_OTHERS) {
             assert!(names.contains(&format!("{PREFIX}{rest}")), "nobody names {rest}");
         }
     }
