@@ -28,12 +28,18 @@ impl Session {
         }
         let pause = reserve(self.config.timing.deadline_ns) / 2;
         let mut late: Vec<Rank> = Vec::new();
-        for at in 0..self.active.len() {
-            let tensor = self.active[at];
-            if now >= self.tensors[tensor.index()].late_at {
-                self.tensors[tensor.index()].late_at = now.saturating_add(pause);
-                late.extend(self.without_part(tensor));
+        let mut due = false;
+        for tensor in &self.active {
+            let state = &mut self.tensors[tensor.index()];
+            if now >= state.late_at {
+                state.late_at = now.saturating_add(pause);
+                due = true;
             }
+        }
+        if due {
+            // Who did its part of another operation that is not through may wait for that one, as this rank does.
+            let is_late = |rank: &Rank| self.active.iter().all(|tensor| self.without_part(*tensor).contains(rank));
+            late.extend(self.active.first().into_iter().flat_map(|tensor| self.without_part(*tensor)).filter(is_late));
         }
         if let Some(committing) = self.committing.as_mut().filter(|committing| now >= committing.late_at) {
             committing.late_at = now.saturating_add(pause);

@@ -65,6 +65,20 @@ fn a_rank_that_does_not_commit_is_given_up_too() {
 }
 
 #[test]
+fn a_rank_that_waits_for_the_one_that_hangs_is_not_given_up_with_it() {
+    let mut world = waiting(5, &[0, 1, 4]);
+    // Rank 2 does the operations in another order, and waits for its first.
+    world.nodes[2].session.post(TensorId(1), SECOND / 2, None).expect("it is idle");
+    world.nodes[2].waits_for.push(TensorId(1));
+    world.drain();
+    pass(&mut world, &[0, 1, 2, 4], 17 * SECOND);
+    for rank in [0, 1, 4] {
+        assert_eq!(lost(&world, rank), [(Rank(3), FaultKind::NotOffered)], "rank {rank}");
+    }
+    assert_eq!(lost(&world, 2), [(Rank(3), FaultKind::NotOffered)]);
+}
+
+#[test]
 fn where_half_are_late_nobody_is_given_up() {
     let mut world = waiting(4, &[0, 1]);
     pass(&mut world, &[0, 1], 21 * SECOND);
