@@ -39,6 +39,8 @@ pub(crate) enum Incoming {
     StateEnd { from: ProcessId, stream: u32 },
     /// It is to leave in good order.
     Leave,
+    /// Its trainer does nothing more until then.
+    Hang { until: Nanos },
     /// A link to the broker is open: topics come again from their start.
     BrokerUp,
     /// Everything that the topics had when the link was opened has come.

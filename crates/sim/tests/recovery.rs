@@ -71,6 +71,20 @@ fn a_job_grows_between_two_steps_and_nothing_is_done_again() {
 }
 
 #[test]
+fn a_rank_whose_trainer_hangs_is_gone_on_without_and_one_that_only_computes_is_not() {
+    for recovery in [Recovery::Redo, Recovery::Abort] {
+        let outcome = run(&plan(recovery, &[(120, Fault::Hang { rank: 1, for_us: 14_000_000 })]));
+        assert_eq!((outcome.tally.steps, outcome.tally.faults), (steps_of(4), 0), "{:?}", outcome.tally);
+        let outcome = run(&plan(recovery, &[(120, Fault::Hang { rank: 1, for_us: 30_000_000 })]));
+        assert_eq!(outcome.tally.faults, 1, "it hears that it was removed: {:?}", outcome.tally);
+        assert!((steps_of(3)..steps_of(4)).contains(&outcome.tally.steps), "{:?}", outcome.tally);
+    }
+    // In a job that fails with its first lost rank, all hear of it.
+    let outcome = run(&plan(Recovery::Fail, &[(120, Fault::Hang { rank: 1, for_us: 30_000_000 })]));
+    assert_eq!(outcome.tally.faults, 4);
+}
+
+#[test]
 fn a_rank_leaves_as_it_was_asked_to_and_the_others_go_on() {
     let outcome = run(&plan(Recovery::Redo, &[(120, Fault::Leave { rank: 1 })]));
     assert_eq!((outcome.tally.processes, outcome.tally.faults), (4, 0));

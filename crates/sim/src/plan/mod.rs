@@ -138,6 +138,13 @@ pub enum Fault {
         /// How long.
         for_us: u64,
     },
+    /// A rank's trainer does nothing more for so long. Its process is there, and answers.
+    Hang {
+        /// Which.
+        rank: u32,
+        /// How long.
+        for_us: u64,
+    },
     /// A rank's process ends.
     Crash {
         /// Which.

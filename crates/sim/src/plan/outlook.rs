@@ -96,6 +96,7 @@ impl Fault {
             Self::Cut { for_us, .. }
             | Self::Slow { for_us, .. }
             | Self::Stop { for_us, .. }
+            | Self::Hang { for_us, .. }
             | Self::BrokerDown { for_us, .. }
             | Self::BrokerSlow { for_us, .. }
             | Self::BrokerTwice { for_us, .. } => *for_us,
@@ -134,9 +135,12 @@ impl Fault {
             | Self::BrokerSlow { .. }
             | Self::BrokerTwice { .. } => true,
             Self::BrokerDown { restart, .. } => !*restart,
-            Self::Break { .. } | Self::Crash { .. } | Self::Leave { .. } | Self::Join { .. } | Self::Replace { .. } => {
-                false
-            }
+            Self::Break { .. }
+            | Self::Crash { .. }
+            | Self::Hang { .. }
+            | Self::Leave { .. }
+            | Self::Join { .. }
+            | Self::Replace { .. } => false,
         }
     }
 }

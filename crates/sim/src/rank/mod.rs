@@ -77,6 +77,7 @@ pub(crate) struct RankProgram {
     commit_tokens: u64,
     linked: bool,
     leaves: bool,
+    hangs_until: Nanos,
 }
 
 impl RankProgram {
@@ -94,6 +95,7 @@ impl RankProgram {
             commit_tokens: COMMIT_TOKENS,
             linked: false,
             leaves: false,
+            hangs_until: 0,
         }
     }
 
@@ -119,6 +121,7 @@ impl RankProgram {
                 }
             }
             Incoming::Leave => self.leaves = true,
+            Incoming::Hang { until } => self.hangs_until = self.hangs_until.max(until),
             Incoming::Hello { from, epoch, answer } => self.take_hello(context, from, epoch, answer),
             Incoming::State { from, stream, frame } => self.take_state(context, from, stream, &frame),
             Incoming::StateEnd { from, stream } => {
@@ -352,7 +355,7 @@ impl RankProgram {
     /// Returns whether the exchange may have something to do.
     fn train(&mut self, context: &mut Context<'_>, exchange: &mut Exchange) -> bool {
         let Some(trainer) = &mut self.trainer else { return self.arrive(context, exchange) };
-        trainer.leaves = self.leaves;
+        (trainer.leaves, trainer.hangs_until) = (self.leaves, self.hangs_until);
         let advanced = trainer.advance(context, exchange);
         for record in std::mem::take(&mut trainer.records) {
             self.commits.push_back((Rc::new(record), None));

@@ -33,6 +33,8 @@ pub(super) struct Trainer {
     results: Vec<Option<Final>>,
     /// It is to leave after its step.
     pub(super) leaves: bool,
+    /// It computes until then at least.
+    pub(super) hangs_until: Nanos,
     /// Commits that are to be put on record.
     pub(super) records: Vec<CommitRecord>,
 }
@@ -78,6 +80,7 @@ impl Trainer {
             doing: Doing::Declaring,
             posted: 0,
             next_at: 0,
+            hangs_until: 0,
             in_flight,
             results,
             leaves: false,
@@ -111,7 +114,7 @@ impl Trainer {
     pub(super) fn next_at(&self) -> Option<Nanos> {
         match self.doing {
             Doing::Offering(until) => Some(until),
-            Doing::Exchanging if self.posted < self.buffers.len() => Some(self.next_at),
+            Doing::Exchanging if self.posted < self.buffers.len() => Some(self.next_at.max(self.hangs_until)),
             _ => None,
         }
     }
@@ -167,7 +170,7 @@ impl Trainer {
 
     /// Hands over the tensors that are due.
     fn post(&mut self, context: &mut Context<'_>, exchange: &mut Exchange) {
-        while self.posted < self.buffers.len() && self.next_at <= context.now {
+        while self.posted < self.buffers.len() && self.next_at.max(self.hangs_until) <= context.now {
             let index = self.posted;
             self.posted += 1;
             self.next_at = context.now + context.some(20 * US);

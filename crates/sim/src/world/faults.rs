@@ -37,6 +37,11 @@ impl World<'_> {
                     self.queue.plan(self.now + for_us * US, Event::Resume(process));
                 }
             }
+            Fault::Hang { rank, for_us } => {
+                if let Some(process) = self.at(rank) {
+                    self.hand(process, Incoming::Hang { until: self.now + for_us * US });
+                }
+            }
             Fault::Crash { rank, back_us, disk, silent } => self.crash(rank, back_us, disk, silent),
             Fault::Leave { rank } => {
                 if let Some(process) = self.at(rank) {
