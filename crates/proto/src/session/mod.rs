@@ -105,6 +105,8 @@ pub struct Session {
     silence_at: u64,
     /// Since when this rank runs, in this epoch: before that it cannot say who is late.
     watches_from: u64,
+    /// When the owners have been asked whose parts they lack, and it is decided who is given up.
+    late_check_at: Option<u64>,
     somebody_left: bool,
     leaving: bool,
     farewell: bool,
@@ -149,6 +151,7 @@ impl Session {
             heartbeat_at: 0,
             silence_at: u64::MAX,
             watches_from: 0,
+            late_check_at: None,
             somebody_left: false,
             leaving: false,
             farewell: false,

@@ -63,7 +63,7 @@ impl Session {
     }
 
     /// Asks for everything that this operation still lacks. Whoever cannot serve it yet says so or ignores it.
-    fn request_missing(&mut self, tensor: TensorId) {
+    pub(super) fn request_missing(&mut self, tensor: TensorId) {
         let plan = self.plan.tensor(tensor);
         let (bucket, units) = (plan.bucket, plan.units.clone());
         let bucket_plan = self.plan.bucket(bucket);

@@ -276,13 +276,7 @@ impl Engine {
 
     /// Too few ranks are left to go on: the caller gets its step back, to offer its state to others.
     pub(super) fn rest(&mut self, fault: Fault, aborted: bool) {
-        tracing::warn!(%fault, "waiting for others to join");
-        let detail = format!(
-            "{}, but none joined while this rank waited (GRADWIRE_RANKS_WAIT_MS, or else GRADWIRE_DEADLINE_MS) and was not \
-             asked to end: save its state, or start the job again from what was saved",
-            self.session.too_few()
-        );
-        let why = Fault::new(FaultKind::DeadlineExceeded, detail);
+        let why = Fault::new(FaultKind::DeadlineExceeded, self.session.too_few());
         let offers = self.holder.as_ref().is_some_and(|holder| holder.set_too_few(Some(why)));
         if !aborted && !offers {
             // A caller that is about to begin the step has to offer its state first, too.

@@ -200,9 +200,22 @@ impl Holder {
                 continue;
             }
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || ends() {
+            let asked = ends();
+            if left.is_zero() || asked {
                 inner.resting = false;
-                return Err(fault);
+                let why = if asked {
+                    "and this rank was asked to end while it waited for others to join".to_owned()
+                } else {
+                    format!(
+                        "but none joined within {} s (GRADWIRE_RANKS_WAIT_MS, or else GRADWIRE_DEADLINE_MS)",
+                        patience.as_secs_f32()
+                    )
+                };
+                let detail = format!("{}, {why}: the job has to be started again from what was saved", fault.detail);
+                return Err(Fault { detail, ..fault });
+            }
+            if !inner.resting {
+                tracing::warn!("{}: waiting for others to join", fault.detail);
             }
             inner.resting = true;
             // It does not come to a later step before newcomers are there: who asked for one has to ask for this one.

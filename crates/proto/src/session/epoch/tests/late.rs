@@ -79,8 +79,32 @@ fn a_rank_that_waits_for_the_one_that_hangs_is_not_given_up_with_it() {
 }
 
 #[test]
-fn where_half_are_late_nobody_is_given_up() {
-    let mut world = waiting(4, &[0, 1]);
+fn a_rank_that_was_late_and_did_its_part_in_time_is_not_given_up_with_one_that_hangs() {
+    // Whatever owners have said of it before.
+    for posted_at in [2, 8, 13, 14] {
+        let mut world = waiting(5, &[0, 2, 4]);
+        pass(&mut world, &[0, 1, 2, 4], posted_at * SECOND + SECOND / 2);
+        world.train(1);
+        world.drain();
+        pass(&mut world, &[0, 1, 2, 4], 17 * SECOND);
+        for rank in [0, 2, 4] {
+            assert_eq!(lost(&world, rank), [(Rank(3), FaultKind::NotOffered)], "rank {rank}, {posted_at}");
+        }
+        // Its own deadline is later.
+        assert_eq!(lost(&world, 1), [], "{posted_at}");
+    }
+}
+
+#[test]
+fn one_of_two_that_hangs_is_given_up_by_the_other() {
+    let mut world = waiting(2, &[0]);
+    pass(&mut world, &[0], 16 * SECOND);
+    assert_eq!(lost(&world, 0), [(Rank(1), FaultKind::NotOffered)]);
+}
+
+#[test]
+fn where_most_are_late_nobody_is_given_up() {
+    let mut world = waiting(5, &[0, 1]);
     pass(&mut world, &[0, 1], 21 * SECOND);
     assert_eq!(lost(&world, 0), []);
     assert_eq!(world.nodes[0].fault.as_ref().map(|fault| fault.kind), Some(FaultKind::NotOffered));
