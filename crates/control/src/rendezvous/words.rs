@@ -94,9 +94,9 @@ impl Rendezvous {
 
     /// The others went on without this process.
     pub(super) fn removed(&self) -> Fault {
-        let why = self.unwanted.as_deref().map_or_else(String::new, |why| format!(" ({why})"));
+        let why = self.unwanted.as_deref().unwrap_or("it was silent or cut off for too long");
         let detail = format!(
-            "the others went on without {} in {}{why}: it was silent or cut off for too long; start it again to take part",
+            "the others went on without {} in {} ({why}): start it again to take part",
             self.me.rank,
             self.log().view().epoch
         );
