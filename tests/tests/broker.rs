@@ -85,11 +85,20 @@ fn a_broker_killed_in_the_middle_of_training_loses_no_commit() {
         Secret::from_bytes(secret),
         BrokerAccess::new(broker.url()),
     );
-    let read = || read_versions(&config, &VersionQuery::default(), Duration::from_secs(60)).expect("versions").records;
-    // What waited is recorded once the broker is back, however long that takes.
+    let try_read = || read_versions(&config, &VersionQuery::default(), Duration::from_secs(60));
+    let read = || try_read().expect("versions").records;
+    // What waited is recorded once the broker is back, however long that takes. One that listens may still lack its storage.
     let back = Instant::now();
-    while (0..RANKS).any(|owner| !read().iter().any(|record| record.owner.0 == owner && record.step.0 > 500)) {
-        assert!(back.elapsed() < PATIENCE, "nothing is recorded although the broker is back");
+    loop {
+        let found = try_read();
+        let has = |owner| {
+            let mut records = found.iter().flat_map(|found| &found.records);
+            records.any(|record| record.owner.0 == owner && record.step.0 > 500)
+        };
+        if (0..RANKS).all(has) {
+            break;
+        }
+        assert!(back.elapsed() < PATIENCE, "nothing is recorded although the broker is back: {:?}", found.err());
         std::thread::sleep(Duration::from_millis(100));
     }
     std::fs::write(&stop, "").expect("a file");

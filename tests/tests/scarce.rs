@@ -1,6 +1,7 @@
 //! Little memory and few descriptors while a rank is lost and another joins: whoever lacks them says so, or ends, and the
 //! others go on.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::Command;
 
 use gradwire_tests::steps::assert_same;
@@ -50,6 +51,10 @@ fn a_newcomer_that_has_too_little_says_of_what_and_disturbs_nobody() {
     assert_same(&ended, &[0, 1, 2], STEPS);
     for (newcomer, option) in newcomers.into_iter().zip(options) {
         let said = ended[newcomer].verdict();
+        // Where an allocation fails that has no other way out, the process ends loudly: which one it is, is by chance.
+        if option.starts_with("-v") && ended[newcomer].status.signal() == Some(Signal::ABORT.as_raw()) {
+            continue;
+        }
         let kinds = ["System", "MemoryUnavailable", "BrokerUnreachable", "RankLeft", "DeadlineExceeded"];
         assert!(kinds.iter().any(|kind| said.starts_with(&format!("fault {kind} "))), "{option}: {said}");
         assert_eq!(ended[newcomer].status.code(), Some(1), "{option}: {said}");
