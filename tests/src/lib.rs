@@ -4,6 +4,7 @@
 //! `fault KIND rank=R tensor=T: TEXT`.
 
 pub mod broker;
+pub mod dice;
 pub mod model;
 pub mod network;
 pub mod steps;

@@ -5,8 +5,9 @@
 
 use std::time::{Duration, Instant};
 
+use gradwire_tests::dice::Dice;
 use gradwire_tests::steps::{assert_recorded, assert_same};
-use gradwire_tests::{Job, Plan, random};
+use gradwire_tests::{Job, Plan};
 use rustix::process::Signal;
 
 const RANKS: u32 = 4;
@@ -59,21 +60,18 @@ fn kill(transport: &str, recovery: &str, victim: u32, after: Duration) {
 
 #[test]
 fn whenever_a_rank_is_killed_the_others_end_every_step_alike() {
-    let seed = number("GRADWIRE_TEST_SEED").unwrap_or_else(|| u64::from_le_bytes(random()));
-    println!("GRADWIRE_TEST_SEED={seed}");
+    let mut dice = Dice::thrown();
     let asked = number("GRADWIRE_TEST_KILLS");
     let lengths = ["tcp", "shm"].map(|transport| (transport, undisturbed(transport)));
-    let mut state = seed;
     // The last moments are those of jobs that abort the step in which a rank is lost, and repeat it.
     let moments = asked.unwrap_or(MOMENTS);
     for moment in 0..moments + moments.div_ceil(4) {
         let recovery = if moment < moments { "redo" } else { "abort" };
         for victim in 0..RANKS {
             for (nth, (transport, length)) in (0..).zip(lengths) {
-                // Numerical Recipes' linear congruence; its upper bits are random enough here.
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let fraction = dice.fraction();
                 if asked.is_some() || moment % 2 == nth {
-                    let after = length.mul_f64((state >> 40) as f64 / f64::from(1 << 24));
+                    let after = length.mul_f64(fraction);
                     println!("moment {moment}: rank {victim} over {transport} after {after:?}, {recovery}");
                     kill(transport, recovery, victim, after);
                 }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use gradwire_tests::{Job, Plan, random, steps};
+use gradwire_tests::dice::Dice;
+use gradwire_tests::{Job, Plan, steps};
 use rustix::process::Signal;
 
 const STEPS: usize = 160;
@@ -13,23 +14,6 @@ fn plan(transport: &str, recovery: &str) -> Plan {
         .with("GRADWIRE_RANKS_MAX", 8)
         .with("GRADWIRE_DEADLINE_MS", 30_000)
         .with("GRADWIRE_COMMIT_INTERVAL_MS", 0)
-}
-
-/// Random numbers from a seed that is printed, and that `GRADWIRE_TEST_SEED` gives again.
-struct Dice(u64);
-
-impl Dice {
-    fn thrown() -> Self {
-        let seed = std::env::var("GRADWIRE_TEST_SEED").ok().map(|text| text.parse().expect("a number"));
-        let seed = seed.unwrap_or_else(|| u64::from_le_bytes(random()) >> 1);
-        println!("GRADWIRE_TEST_SEED={seed}");
-        Self(seed | 1)
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
 }
 
 #[test]

@@ -271,7 +271,7 @@ impl Rendezvous {
         } else {
             match Body::decode(header.kind, record.body) {
                 Ok(Some(body)) => {
-                    let is_new = self.replica.is_new(header.id);
+                    let is_new = self.replica.remember(header.id);
                     self.handle_body(now, header.rank, header.id, body, is_new);
                 }
                 Ok(None) => {}
@@ -288,14 +288,14 @@ impl Rendezvous {
                 self.others.settle();
             }
             if let Err(fault) = self.check_join(rank, world_size, protocol) {
-                return if is_new {
-                    self.turn_away(id, fault)
-                };
+                if is_new {
+                    self.turn_away(id, fault);
+                }
+                return;
             }
         }
         let change = self.replica.apply(rank, id, &body, is_new);
-        let restored = matches!(change, Change::View | Change::Restored);
-        if self.replica.has_to_restate() && (id == self.me.join_id || restored) {
+        if self.replica.is_restating(self.me.join_id, id, &change) {
             self.restate_at = Some(now + grace(RESTATE_GRACE, self.live_index()));
         }
         match &body {

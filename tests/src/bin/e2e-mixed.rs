@@ -9,6 +9,7 @@ use gradwire::{
     Builder, Collective, Commit, DType, Fault, FaultKind, Group, Handle, Joined, Next, Rank, State, StateTensor,
     StateTensorMut, StepResults, Tensor, TensorSpec, Trainer,
 };
+use gradwire_tests::dice::Dice;
 
 /// Of the allreduces: fused, small, and large enough to travel as they are.
 const SIZES: [u64; 6] = [1, 3, 7, 5000, 20_000, 70_000];
@@ -71,28 +72,16 @@ impl Trainer for Model {
     }
 }
 
-/// Xorshift: a different order in every process.
-struct Random(u64);
+fn shuffled(random: &mut Dice, count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..count).collect();
+    (1..count).rev().for_each(|at| order.swap(at, random.below(at as u64 + 1) as usize));
+    order
+}
 
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % limit.max(1)
-    }
-
-    fn shuffled(&mut self, count: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..count).collect();
-        (1..count).rev().for_each(|at| order.swap(at, self.below(at as u64 + 1) as usize));
-        order
-    }
-
-    fn nap(&mut self, pause_us: u64) {
-        let us = self.below(pause_us * 2);
-        if us > pause_us / 2 {
-            std::thread::sleep(Duration::from_micros(us));
-        }
+fn nap(random: &mut Dice, pause_us: u64) {
+    let us = random.below(pause_us * 2);
+    if us > pause_us / 2 {
+        std::thread::sleep(Duration::from_micros(us));
     }
 }
 
@@ -114,7 +103,8 @@ fn train(steps: u64, pause_us: u64) -> Result<String, Fault> {
     let Joined { group, tensors, step, .. } = Builder::from_env()?.join(&specs(), &mut model)?;
     println!("joined at {}", step.0);
     assert_eq!(step.0, model.state[0], "the state is that of the step");
-    let mut random = Random(u64::from(std::process::id()) * 7919 + 12345);
+    // Another order in every process.
+    let mut random = Dice::new(u64::from(std::process::id()));
     let leaves_at: Option<u64> = std::env::var("E2E_LEAVE_AT").ok().map(|text| text.parse().expect("a step"));
     while model.state[0] < steps {
         let step = model.state[0];
@@ -152,25 +142,25 @@ struct Step<'a> {
     tensors: &'a [Tensor],
     number: u64,
     pause_us: u64,
-    random: &'a mut Random,
+    random: &'a mut Dice,
 }
 
 impl Step<'_> {
     fn make(&mut self) -> Result<(Results, Commit), Fault> {
         let mut results: Results = vec![None; SIZES.len()];
-        self.random.nap(self.pause_us);
+        nap(self.random, self.pause_us);
         match self.number % 8 {
             0 | 7 => self.all_in_any_order(&mut results)?,
             // A step without an operation.
             1 => {}
             2 => {
                 self.group.barrier()?;
-                self.random.nap(self.pause_us);
+                nap(self.random, self.pause_us);
                 self.group.barrier()?;
             }
             3 => {
                 let scattered = self.post(REDUCE_SCATTER)?;
-                self.random.nap(self.pause_us);
+                nap(self.random, self.pause_us);
                 let (reduced, one) = (self.post(1)?, self.post(REDUCE_SCATTER_OF_ONE)?);
                 scattered.wait()?;
                 results[1] = Some(values(reduced)?);
@@ -179,7 +169,7 @@ impl Step<'_> {
             4 => {
                 let first = [ALLGATHER, BROADCAST][self.random.below(2) as usize];
                 let handle = self.post(first)?;
-                self.random.nap(self.pause_us);
+                nap(self.random, self.pause_us);
                 self.post(ALLGATHER + BROADCAST - first)?.wait()?;
                 handle.wait()?;
             }
@@ -192,7 +182,7 @@ impl Step<'_> {
             }
             _ => self.all_by_threads(&mut results)?,
         }
-        self.random.nap(self.pause_us);
+        nap(self.random, self.pause_us);
         let commit = self.group.commit()?;
         for replaced in &commit.replaced {
             let at = self.tensors.iter().position(|tensor| tensor.name() == replaced.tensor.name());
@@ -211,9 +201,9 @@ impl Step<'_> {
 
     fn all_in_any_order(&mut self, results: &mut Results) -> Result<(), Fault> {
         let mut handles = Vec::new();
-        for tensor in self.random.shuffled(SIZES.len()) {
+        for tensor in shuffled(self.random, SIZES.len()) {
             handles.push((tensor, self.post(tensor)?));
-            self.random.nap(self.pause_us / 4);
+            nap(self.random, self.pause_us / 4);
         }
         while !handles.is_empty() {
             let (tensor, handle) = handles.swap_remove(self.random.below(handles.len() as u64) as usize);

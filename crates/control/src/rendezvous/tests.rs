@@ -101,6 +101,20 @@ impl World {
         (view.epoch.0, view.members.iter().map(|member| member.rank.0).collect())
     }
 
+    /// All nodes lose their link to the broker, and get another.
+    fn read_again(&mut self) {
+        for node in &mut self.nodes {
+            node.read = 0;
+            node.machine.link_opened();
+        }
+    }
+
+    /// A broker without storage is started again.
+    fn lose_log(&mut self) {
+        self.log.clear();
+        self.read_again();
+    }
+
     /// Lets everything happen that happens without time going by.
     fn settle(&mut self) {
         loop {
@@ -221,11 +235,7 @@ fn a_lost_log_is_written_again() {
     world.settle();
     assert!(world.nodes.iter().all(|node| matches!(node.machine.outcome(), Some(Ok(_)))));
     world.nodes.push(late);
-    world.log.clear();
-    for node in &mut world.nodes {
-        node.read = 0;
-        node.machine.link_opened();
-    }
+    world.lose_log();
     // What the others proposed came before this rank's Join in the new log, so it proposes itself.
     world.run();
     assert_eq!(world.membership(2), world.membership(0));

@@ -63,7 +63,7 @@ impl Replica {
     }
 
     /// Remembers a record. False if it was read before.
-    pub fn is_new(&mut self, id: RecordId) -> bool {
+    pub fn remember(&mut self, id: RecordId) -> bool {
         let (known, order) = &mut self.ids;
         if !known.insert(id) {
             return false;
@@ -77,7 +77,7 @@ impl Replica {
         true
     }
 
-    /// Takes a record of the log; `is_new` as [`Replica::is_new`] says.
+    /// Takes a record of the log; `is_new` as [`Replica::remember`] says.
     pub fn apply(&mut self, rank: Rank, id: RecordId, body: &Body, is_new: bool) -> Change {
         let Some(again) = &mut self.again else { return self.apply_to_log(rank, id, body, is_new) };
         // All that was read before comes before what is new: by now the two agree, or it is another log.
@@ -145,10 +145,12 @@ impl Replica {
         if same { Change::Restored } else { Change::View }
     }
 
-    /// Whether there is something that [`Replica::restate`] would say.
+    /// Whether, after this record that made this change, it is time to look for something to [`Replica::restate`]: all that
+    /// was there before this process's Join was said again has been read, or the log has taken the place of the lost one.
     #[must_use]
-    pub fn has_to_restate(&self) -> bool {
-        self.again.is_some() || !self.forgotten.is_empty()
+    pub fn is_restating(&self, author: RecordId, id: RecordId, change: &Change) -> bool {
+        let has_to = self.again.is_some() || !self.forgotten.is_empty();
+        has_to && (id == author || matches!(change, Change::View | Change::Restored))
     }
 }
 
@@ -198,7 +200,7 @@ mod tests {
 
     fn read(replica: &mut Replica, records: &[(Rank, RecordId, Body)]) -> Vec<Change> {
         let mut take = |(rank, id, body): &(Rank, RecordId, Body)| {
-            let is_new = replica.is_new(*id);
+            let is_new = replica.remember(*id);
             replica.apply(*rank, *id, body, is_new)
         };
         records.iter().map(&mut take).filter(|change| *change != Change::None).collect()
@@ -214,7 +216,7 @@ mod tests {
         log.push(join(3));
         assert_eq!(read(&mut replica, &log), []);
         assert_eq!(replica.restate(id(3)), (vec![], Change::None));
-        assert!(!replica.is_lost() && !replica.has_to_restate());
+        assert!(!replica.is_lost() && !replica.is_restating(id(3), id(3), &Change::None));
         log.push((Rank(0), id(1001), suspect(0, 4)));
         assert!(matches!(read(&mut replica, &log[log.len() - 1..])[..], [Change::Gone(..)]));
         assert_eq!(before.view(), replica.log().view());
@@ -245,7 +247,7 @@ mod tests {
         // What was forgotten is said again by who knew it, and is not taken back by who is gone.
         let (said, change) = knows.restate(id(0));
         assert!(matches!(&said[..], [Body::Suspect { member, .. }] if *member == id(3)), "{said:?}");
-        assert_eq!((change, knows.has_to_restate()), (Change::None, false));
+        assert_eq!((change, knows.is_restating(id(0), id(0), &Change::None)), (Change::None, false));
     }
 
     #[test]

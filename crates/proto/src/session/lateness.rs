@@ -9,7 +9,7 @@
 use alloc::format;
 use alloc::vec::Vec;
 
-use super::{Recovery, Session, name_ranks};
+use super::{Recovery, Session};
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Rank, TensorId};
 
@@ -117,14 +117,5 @@ impl Session {
         }
         absent.sort_unstable();
         absent
-    }
-
-    /// The fault of ranks that did not offer their part of an operation by its deadline.
-    pub(super) fn not_offered(absent: &[Rank], first: Rank) -> Fault {
-        let detail = format!(
-            "{} did not offer it before the deadline, while others waited: every rank must run the same operations; a rank that is only slow needs a longer deadline",
-            name_ranks(absent.iter().copied())
-        );
-        Fault::new(FaultKind::NotOffered, detail).at(first)
     }
 }

@@ -128,7 +128,13 @@ impl Session {
         let plan = self.plan.tensor(tensor);
         let absent = self.without_part(tensor);
         let fault = match absent.first() {
-            Some(first) => Self::not_offered(&absent, *first),
+            Some(first) => {
+                let detail = format!(
+                    "{} did not offer it before the deadline, while others waited: every rank must run the same operations; a rank that is only slow needs a longer deadline",
+                    name_ranks(absent.iter().copied())
+                );
+                Fault::new(FaultKind::NotOffered, detail).at(*first)
+            }
             None => {
                 let mut silent: Vec<Rank> =
                     self.others().filter(|peer| self.next_missing_result(tensor, *peer).is_some()).collect();

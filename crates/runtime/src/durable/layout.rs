@@ -2,6 +2,10 @@
 
 use std::ops::Range;
 
+use gradwire_proto::saved::ShardHeader;
+
+use crate::StateTensor;
+
 /// Where the parts of a state begin and end.
 #[derive(Debug)]
 pub(super) struct Layout {
@@ -30,6 +34,28 @@ impl Layout {
             (part, from as usize..(range.end.min(end) - start) as usize)
         })
     }
+}
+
+/// The pieces of this shard as the state has them, in order, each with its checksum. Ends with the first error of `take`.
+pub(super) fn each_piece<E>(
+    header: &ShardHeader,
+    parts: &[StateTensor<'_>],
+    mut take: impl FnMut(&[u8], [u8; 4]) -> Result<(), E>,
+) -> Result<(), E> {
+    let layout = Layout::new(parts.iter().map(|part| part.bytes.len() as u64));
+    let mut piece = Vec::with_capacity(header.piece_bytes as usize);
+    let end = header.first + header.bytes;
+    let mut at = header.first;
+    while at < end {
+        let next = (at + u64::from(header.piece_bytes)).min(end);
+        piece.clear();
+        for (part, range) in layout.fragments(at..next) {
+            piece.extend_from_slice(&parts[part].bytes[range]);
+        }
+        take(&piece, gradwire_codec::crc32(&piece).to_le_bytes())?;
+        at = next;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

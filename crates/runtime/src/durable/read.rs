@@ -8,7 +8,7 @@ use gradwire_proto::limits::MANIFEST_BYTES_MAX;
 use gradwire_proto::saved::{SHARD_HEADER_BYTES, SavedManifest};
 use gradwire_proto::{Fault, FaultKind, Step};
 
-use super::layout::Layout;
+use super::layout::{Layout, each_piece};
 use super::names::{Listing, MANIFEST, Name, shard_path, unreadable};
 use super::write::{open_shard, read_bounded};
 use crate::{State, StateTensor, StateTensorMut};
@@ -166,25 +166,17 @@ impl SavedState {
     /// Whether a state with these parts is the one that was saved, as far as the checksums in the save's files tell; what
     /// else is in these is not read.
     pub(super) fn is_of(&self, parts: &[StateTensor<'_>]) -> Result<bool, Fault> {
-        let lengths = || parts.iter().map(|part| part.bytes.len() as u64);
-        if !self.parts().eq(parts.iter().map(|part| part.name).zip(lengths())) {
+        let lengths = parts.iter().map(|part| (part.name, part.bytes.len() as u64));
+        if !self.parts().eq(lengths) {
             return Ok(false);
         }
-        let (layout, piece_bytes) = (Layout::new(lengths()), u64::from(self.manifest.piece_bytes));
-        let mut piece = Vec::new();
         for index in 0..self.manifest.shards.len() as u32 {
-            let header = self.manifest.shard_header(index);
             let (_, checksums) = self.shard(index)?;
-            for (number, checksum) in (0..).zip(checksums.chunks_exact(4)) {
-                let at = number * piece_bytes;
-                let range = header.first + at..header.first + (at + piece_bytes).min(header.bytes);
-                piece.clear();
-                for (part, range) in layout.fragments(range) {
-                    piece.extend_from_slice(&parts[part].bytes[range]);
-                }
-                if gradwire_codec::crc32(&piece).to_le_bytes() != checksum {
-                    return Ok(false);
-                }
+            let mut saved = checksums.chunks_exact(4);
+            let same =
+                |_: &[u8], checksum: [u8; 4]| saved.next().filter(|saved| **saved == checksum).map(drop).ok_or(());
+            if each_piece(&self.manifest.shard_header(index), parts, same).is_err() {
+                return Ok(false);
             }
         }
         Ok(true)

@@ -10,7 +10,7 @@ use gradwire_proto::saved::{Cut, SHARD_HEADER_BYTES, SavedManifest, SavedShard, 
 use gradwire_proto::{Fault, FaultKind};
 
 use super::disk::Disk;
-use super::layout::Layout;
+use super::layout::each_piece;
 use super::names::{Listing, MANIFEST, Name, REMOVED, removed, shard_path};
 use super::owner::Ours;
 use crate::StateTensor;
@@ -45,21 +45,11 @@ pub(super) fn write_shard(
 fn write_shard_file(disk: Disk<'_>, path: &Path, header: &ShardHeader, parts: &[StateTensor<'_>]) -> io::Result<()> {
     let mut file = disk.create(path)?;
     disk.write(&mut file, path, &header.encode())?;
-    let layout = Layout::new(parts.iter().map(|part| part.bytes.len() as u64));
-    let mut piece = Vec::with_capacity(header.piece_bytes as usize);
     let mut checksums = Vec::new();
-    let end = header.first + header.bytes;
-    let mut at = header.first;
-    while at < end {
-        let next = (at + u64::from(header.piece_bytes)).min(end);
-        piece.clear();
-        for (part, range) in layout.fragments(at..next) {
-            piece.extend_from_slice(&parts[part].bytes[range]);
-        }
-        checksums.extend_from_slice(&gradwire_codec::crc32(&piece).to_le_bytes());
-        disk.write(&mut file, path, &piece)?;
-        at = next;
-    }
+    each_piece(header, parts, |piece, checksum| {
+        checksums.extend_from_slice(&checksum);
+        disk.write(&mut file, path, piece)
+    })?;
     let seal = header.seal(&checksums);
     checksums.extend_from_slice(&seal.to_le_bytes());
     disk.write(&mut file, path, &checksums)?;

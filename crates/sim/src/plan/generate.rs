@@ -230,9 +230,9 @@ fn fault(random: &mut Random, plan: &Plan, repairable: bool) -> Fault {
         24 => Fault::Leave { rank },
         25 | 26 => Fault::Join { rank },
         // Long enough that the others go on without it.
+        27 => Fault::Stop { rank, for_us: random.within(2_600_000, 8_000_000) },
         // As likely shorter than the others wait as longer than that.
         28 => Fault::Hang { rank, for_us: random.within(all_us / 2, all_us * 5 / 4) },
-        27 => Fault::Stop { rank, for_us: random.within(2_600_000, 8_000_000) },
         _ => Fault::Crash {
             rank,
             back_us: random.chance(60).then(|| random.spread(100, 400_000)),

@@ -189,11 +189,10 @@ impl Control {
     pub(super) fn record(&mut self, now: Nanos, record: &Record) {
         let broker::Body::Bytes(kind, bytes) = &record.body else { return };
         let (rank, id) = (Rank(record.rank), record.id);
-        let is_new = self.replica.is_new(id);
+        let is_new = self.replica.remember(id);
         let Ok(Some(body)) = Body::decode(*kind, bytes) else { return };
         let change = self.replica.apply(rank, id, &body, is_new);
-        let restored = matches!(change, Change::View | Change::Restored);
-        if self.replica.has_to_restate() && (id == self.me.join || restored) {
+        if self.replica.is_restating(self.me.join, id, &change) {
             self.restate_at = Some(now + grace(RESTATE_GRACE, self.live_index()));
         }
         match &body {

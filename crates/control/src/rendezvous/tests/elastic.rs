@@ -110,11 +110,7 @@ fn who_is_not_ready_is_not_taken_in_and_what_it_reports_ends_nothing() {
     assert_eq!(world.events(0), []);
     // Ready, and then the broker loses it all before anybody has read that.
     world.nodes[node].machine.ready();
-    world.log.clear();
-    for node in &mut world.nodes {
-        node.read = 0;
-        node.machine.link_opened();
-    }
+    world.lose_log();
     world.run();
     assert_eq!(world.ranks(0), (3, vec![0, 1]));
     assert_eq!(world.ranks(node), (3, vec![0, 1]));
@@ -201,11 +197,7 @@ fn a_log_that_is_lost_in_a_later_epoch_is_written_again_by_one() {
     world.leave(2);
     world.run();
     world.nodes.pop();
-    world.log.clear();
-    for node in &mut world.nodes {
-        node.read = 0;
-        node.machine.link_opened();
-    }
+    world.lose_log();
     world.run();
     let kinds = world.log.iter().map(|bytes| world.nodes[0].key.open(bytes).unwrap().header.kind);
     assert_eq!(kinds.filter(|kind| *kind == Body::SNAPSHOT).count(), 1);
@@ -226,11 +218,7 @@ fn a_suspicion_that_only_some_had_read_does_not_part_them_when_the_log_is_lost()
     let Node { machine, key, .. } = &mut world.nodes[2];
     machine.handle_record(now, &key.open(&bytes).expect("a record"));
     world.nodes.pop();
-    world.log.clear();
-    for node in &mut world.nodes {
-        node.read = 0;
-        node.machine.link_opened();
-    }
+    world.lose_log();
     world.run();
     for node in 0..4 {
         assert_eq!(world.ranks(node), (2, vec![0, 1, 2, 3]), "rank 2 says again what has been forgotten");
@@ -241,10 +229,7 @@ fn a_suspicion_that_only_some_had_read_does_not_part_them_when_the_log_is_lost()
 #[test]
 fn a_log_that_is_still_there_is_not_written_again() {
     let mut world = elastic(3);
-    for node in &mut world.nodes {
-        node.read = 0;
-        node.machine.link_opened();
-    }
+    world.read_again();
     let before = world.log.len();
     world.run();
     assert_eq!(world.log.len(), before + 3, "three Joins again");
